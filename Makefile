@@ -1,0 +1,109 @@
+# fsdp.c. `make help` lists what there is to make.
+#
+#   CC=clang            another compiler
+#   MARCH=x86-64-v4     for other processors than this one (default: native)
+#   SAN=address,undefined   with sanitizers, into build/<sanitizers>/; SAN=thread likewise
+#   DEBUG=1             without optimisation
+
+CC     ?= cc
+MARCH  ?= native
+MPICC  ?= mpicc
+NVCC   ?= nvcc
+
+comma := ,
+BUILD := build$(if $(SAN),/$(subst $(comma),-,$(SAN)))$(if $(DEBUG),/debug)
+# The normal build leaves its programs where their users look for them, the others in their own folder.
+PLACE := $(if $(SAN)$(DEBUG),$(BUILD)/)
+
+# -ffp-contract=off: a fused multiply-add rounds once where the two operations round twice, and whether the compiler
+# fuses must not decide a bit of a result. Never -ffast-math, for the same reason.
+# Wide vectors are asked for by name because compilers that do not know the processor settle for half.
+accepts   = $(shell $(CC) $(1) -E -x c /dev/null >/dev/null 2>&1 && echo $(1))
+OPTIMISE := $(if $(DEBUG),-O0,-O3 -march=$(MARCH) $(call accepts,-mprefer-vector-width=512)) -ffp-contract=off
+WARNINGS := -Wall -Wextra -Werror
+CFLAGS   := -std=gnu11 -g $(OPTIMISE) $(WARNINGS) -fopenmp -I. -Ifsdp $(if $(SAN),-fsanitize=$(SAN) -fno-omit-frame-pointer)
+LDFLAGS  := -fopenmp $(if $(SAN),-fsanitize=$(SAN))
+LDLIBS   := -ldnnl -ljansson -lpthread -lm
+MPI_CFLAGS = $(shell $(MPICC) --showme:compile 2>/dev/null || $(MPICC) -compile_info | cut -d' ' -f2-)
+MPI_LIBS   = $(shell $(MPICC) --showme:link 2>/dev/null || $(MPICC) -link_info | cut -d' ' -f2-)
+
+ROOMS := error options device device_cpu comm_mpi ops_cpu_products ops_cpu attention_cpu fsdp log loader tokenizer \
+         safetensors
+ROOM_OBJECTS := $(ROOMS:%=$(BUILD)/%.o)
+PROGRAMS := $(PLACE)train_gpt $(PLACE)data/stories $(PLACE)data/tokenize $(PLACE)data/ngram
+TESTS := $(patsubst dev/%.c,$(BUILD)/%,$(wildcard dev/test_*.c)) $(BUILD)/test_gpt
+
+.PHONY: all run test deps cuda bench tools format clean help
+.DELETE_ON_ERROR:
+.SECONDARY:
+
+all: $(PROGRAMS)
+
+help:
+	@echo 'make            ./train_gpt and the data tools'
+	@echo 'make run        install what is missing, build, prepare text, train on it with two ranks'
+	@echo '                DATA=stories (default) | kjv | a text file; RANKS=2'
+	@echo 'make test       install what is missing, build, run every test'
+	@echo 'make deps       install what is missing'
+	@echo 'make format     clang-format over the sources'
+	@echo 'make clean      remove what was built'
+	@echo 'options: CC=clang  MARCH=x86-64-v4  SAN=address,undefined  SAN=thread  DEBUG=1'
+
+$(BUILD)/%.o: fsdp/%.c Makefile
+	@mkdir -p $(@D)
+	$(CC) $(CFLAGS) $(if $(filter comm_mpi,$*),$(MPI_CFLAGS)) -MMD -c $< -o $@
+
+$(BUILD)/data_%.o: data/%.c Makefile
+	@mkdir -p $(@D)
+	$(CC) $(CFLAGS) -MMD -c $< -o $@
+
+$(BUILD)/train_gpt.o: train_gpt.cu Makefile
+	@mkdir -p $(@D)
+	$(CC) $(CFLAGS) -MMD -x c -c $< -o $@
+
+$(PLACE)train_gpt: $(BUILD)/train_gpt.o $(ROOM_OBJECTS)
+	$(CC) $(LDFLAGS) $^ $(MPI_LIBS) $(LDLIBS) -o $@
+
+$(PLACE)data/%: $(BUILD)/data_%.o $(BUILD)/error.o $(BUILD)/options.o $(BUILD)/tokenizer.o
+	@mkdir -p $(@D)
+	$(CC) $(LDFLAGS) $^ -ljansson -lm -o $@
+
+# ----------------------------------------------------------------------------------------------------------------------
+# tests: dev/test_NAME.c and test_gpt.c, against cmocka
+
+$(BUILD)/%.o: dev/%.c Makefile
+	@mkdir -p $(@D)
+	$(CC) $(CFLAGS) -D_GNU_SOURCE -Idev -MMD -c $< -o $@
+
+$(BUILD)/test_gpt.o: test_gpt.c Makefile
+	@mkdir -p $(@D)
+	$(CC) $(CFLAGS) -Wno-unused-function -D_GNU_SOURCE -Idev -MMD -c $< -o $@
+
+$(BUILD)/test_%: $(BUILD)/test_%.o $(BUILD)/ops_reference.o $(BUILD)/count_allocations.o $(ROOM_OBJECTS)
+	$(CC) $(LDFLAGS) $(filter-out $(if $(filter test_gpt,$(@F)),,$(BUILD)/count_allocations.o),$^) $(MPI_LIBS) $(LDLIBS) -lcmocka -o $@
+
+test: deps
+	@$(MAKE) --no-print-directory all tests
+	@dev/run_tests.sh
+
+.PHONY: tests
+tests: $(TESTS)
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+deps:
+	@scripts/deps.sh
+
+DATA  ?= stories
+RANKS ?= 2
+run: deps
+	@$(MAKE) --no-print-directory all
+	@scripts/run.sh $(DATA) $(RANKS)
+
+format:
+	clang-format -i train_gpt.cu test_gpt.c fsdp/*.[ch] data/*.c dev/*.[ch]
+
+clean:
+	rm -rf build train_gpt train_gptcu data/stories data/tokenize data/ngram
+
+-include $(wildcard $(BUILD)/*.d)

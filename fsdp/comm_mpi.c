@@ -1,0 +1,406 @@
+// comm over MPI. The streams' thread alone calls MPI once the streams are at work (MPI_THREAD_SERIALIZED): each
+// collective is a task that starts a non-blocking operation on its first call and tests it on the later ones, because a
+// blocking wait would take a good part of a core from compute.
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE // gethostname, nanosleep
+#endif
+#include "comm.h"
+#include "error.h"
+#include <assert.h> // assert
+#include <mpi.h>    // everything MPI_
+#include <stdio.h>  // snprintf
+#include <stdlib.h> // calloc, exit, getenv
+#include <string.h> // memcpy
+#include <time.h>   // clock_gettime, nanosleep
+#include <unistd.h> // gethostname
+
+enum { TAG_EXCHANGE = 1, UNIT_BYTES = 64 };
+
+struct Comm {
+    Device *device;
+    MPI_Comm mpi;
+    int rank, ranks;
+    double timeout;
+    const char *phase;
+    Stream *stream;
+    Event *done;           // for the calls that wait
+    MPI_Request *requests; // 2 · ranks, of the collective at work
+    CommTraffic traffic;
+};
+
+// The process's own.
+static int world_rank = 0, world_size = 1, local_rank = 0, local_size = 1;
+static char host[256] = "localhost";
+static bool started = false, first_alone = false;
+static MPI_Datatype unit_type; // UNIT_BYTES bytes, so that counts of large buffers fit an int
+
+static double now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// processes
+
+// Waits for one request by sleeping; only while the streams are idle.
+static void request_await(MPI_Request *request) {
+    const struct timespec pause = {0, 200 * 1000};
+    for (int done = 0;;) {
+        MPI_Test(request, &done, MPI_STATUS_IGNORE);
+        if (done) return;
+        nanosleep(&pause, NULL);
+    }
+}
+
+static void finalize(void) {
+    MPI_Type_free(&unit_type);
+    MPI_Finalize();
+    started = false;
+}
+
+static void tell_others(int code) {
+    MPI_Request request;
+    MPI_Ibcast(&code, 1, MPI_INT, 0, MPI_COMM_WORLD, &request);
+    request_await(&request);
+}
+
+// What die() ends the program with: quietly while the others wait for rank 0 to have looked, else by force.
+static void end_all_ranks(int code) {
+    if (started && first_alone && world_rank == 0) {
+        tell_others(code);
+        finalize();
+        exit(code);
+    }
+    if (started && world_size > 1) MPI_Abort(MPI_COMM_WORLD, code);
+    if (started) finalize();
+    exit(code);
+}
+
+// A launcher of another MPI starts N processes that each believe to be alone; they would overwrite each other's files.
+static void refuse_strangers(void) {
+    static const char *const names[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "MPI_LOCALNRANKS"};
+    for (size_t i = 0; world_size == 1 && i < sizeof names / sizeof names[0]; i++) {
+        const char *value = getenv(names[i]);
+        if (value && atoi(value) > 1)
+            die(EXIT_CODE_FAILURE,
+                "start it with the mpirun of the MPI it was built with, or under Slurm with srun --mpi=pmix or --mpi=pmi2",
+                "%s=%s processes were started on %s, but this one sees only itself", names[i], value, host);
+    }
+}
+
+void comm_start(int *argc, char ***argv) {
+    int provided;
+    MPI_Comm node;
+    MPI_Init_thread(argc, argv, MPI_THREAD_SERIALIZED, &provided);
+    started = true;
+    MPI_Comm_rank(MPI_COMM_WORLD, &world_rank);
+    MPI_Comm_size(MPI_COMM_WORLD, &world_size);
+    MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &node);
+    MPI_Comm_rank(node, &local_rank);
+    MPI_Comm_size(node, &local_size);
+    MPI_Comm_free(&node);
+    MPI_Type_contiguous(UNIT_BYTES, MPI_BYTE, &unit_type);
+    MPI_Type_commit(&unit_type);
+    gethostname(host, sizeof host - 1);
+    error_rank(world_rank, world_size);
+    error_ender(end_all_ranks);
+    if (provided < MPI_THREAD_SERIALIZED)
+        die(EXIT_CODE_FAILURE, "build MPI with thread support", "this MPI gives thread level %d, needed %d", provided,
+            MPI_THREAD_SERIALIZED);
+    refuse_strangers();
+}
+
+void comm_first(void) {
+    if (world_size == 1) return;
+    first_alone = true;
+    if (world_rank == 0) return;
+    int code = 0;
+    MPI_Request request;
+    MPI_Ibcast(&code, 1, MPI_INT, 0, MPI_COMM_WORLD, &request);
+    request_await(&request);
+    if (code == 0) return;
+    finalize();
+    exit(code);
+}
+
+void comm_others(void) {
+    if (world_size > 1 && world_rank == 0) tell_others(0);
+    first_alone = false;
+}
+
+void comm_end(void) {
+    MPI_Request request;
+    MPI_Ibarrier(MPI_COMM_WORLD, &request);
+    request_await(&request);
+    finalize();
+}
+
+int comm_world_rank(void) { return world_rank; }
+int comm_world_size(void) { return world_size; }
+int comm_local_rank(void) { return local_rank; }
+int comm_local_size(void) { return local_size; }
+const char *comm_host(void) { return host; }
+
+bool comm_bound_on_purpose(void) {
+    bool launched = getenv("OMPI_COMM_WORLD_SIZE") != NULL;
+    if (!launched) return true; // whatever the cores are, nobody but the user narrowed them
+    return getenv("OMPI_MCA_hwloc_base_binding_policy") != NULL &&
+           strncmp(getenv("OMPI_MCA_hwloc_base_binding_policy"), "none", 4) != 0;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// groups
+
+static Comm *comm_new(Device *device, int rank, int ranks, double timeout) {
+    Comm *comm = (Comm *)calloc(1, sizeof *comm);
+    if (!comm) die(EXIT_CODE_FAILURE, NULL, "out of memory");
+    comm->device = device;
+    comm->rank = rank;
+    comm->ranks = ranks;
+    comm->timeout = timeout;
+    comm->phase = "start";
+    comm->stream = stream_open(device, "comm");
+    comm->done = event_create(device, "comm done");
+    return comm;
+}
+
+static Comm *comm_over(Device *device, MPI_Comm mpi, double timeout) {
+    int rank, ranks;
+    MPI_Comm_rank(mpi, &rank);
+    MPI_Comm_size(mpi, &ranks);
+    Comm *comm = comm_new(device, rank, ranks, timeout);
+    comm->mpi = mpi;
+    comm->requests = (MPI_Request *)calloc(2 * (size_t)ranks, sizeof(MPI_Request));
+    if (!comm->requests) die(EXIT_CODE_FAILURE, NULL, "out of memory");
+    return comm;
+}
+
+Comm *comm_world(Device *device, double timeout) {
+    MPI_Comm copy;
+    MPI_Comm_dup(MPI_COMM_WORLD, &copy);
+    return comm_over(device, copy, timeout);
+}
+
+Comm *comm_plan(Device *device, int rank, int ranks) {
+    assert(device_planning(device));
+    return comm_new(device, rank, ranks, 0);
+}
+
+static void comm_await(Comm *comm) {
+    event_record(comm->done, comm->stream);
+    event_synchronize(comm->done);
+}
+
+Comm *comm_split(Comm *comm, int color) {
+    MPI_Comm part;
+    comm_await(comm);
+    MPI_Comm_split(comm->mpi, color < 0 ? MPI_UNDEFINED : color, comm->rank, &part);
+    return part == MPI_COMM_NULL ? NULL : comm_over(comm->device, part, comm->timeout);
+}
+
+void comm_close(Comm *comm) {
+    if (!device_planning(comm->device)) {
+        comm_await(comm);
+        MPI_Comm_free(&comm->mpi);
+    }
+    free(comm->requests);
+    free(comm);
+}
+
+int comm_rank(const Comm *comm) { return comm->rank; }
+int comm_size(const Comm *comm) { return comm->ranks; }
+Stream *comm_stream(const Comm *comm) { return comm->stream; }
+void comm_phase(Comm *comm, const char *phase) { comm->phase = phase; }
+CommTraffic comm_traffic(const Comm *comm) { return comm->traffic; }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// collectives: a task each
+
+typedef struct {
+    Comm *comm;
+    const char *phase;
+    double begun; // 0: not yet
+    int requests; // started and not yet done
+} Task;
+
+static Task task_of(Comm *comm) { return (Task){.comm = comm, .phase = comm->phase, .begun = 0, .requests = 0}; }
+
+// True on the first call of a task.
+static bool task_begins(Task *task) {
+    if (task->begun > 0) return false;
+    task->begun = now();
+    return true;
+}
+
+// Tests the operation at work, and minds the time.
+static bool task_tested(Task *task) {
+    int done = 1;
+    if (task->requests == 0) return true;
+    MPI_Testall(task->requests, task->comm->requests, &done, MPI_STATUSES_IGNORE);
+    if (!done && now() - task->begun > task->comm->timeout)
+        die(EXIT_CODE_FAILURE, "look for a rank that died or hangs; a slow network needs a larger --comm-timeout",
+            "%s has not ended after %.0f s (rank %d on %s)", task->phase, task->comm->timeout, task->comm->rank, host);
+    return done;
+}
+
+typedef struct {
+    Task task;
+    void *all;
+    const void *slice;
+    size_t bytes;
+} GatherTask;
+
+static bool gather_poll(void *argument) {
+    GatherTask *gather = (GatherTask *)argument;
+    Comm *comm = gather->task.comm;
+    if (task_begins(&gather->task)) {
+        char *own = (char *)gather->all + (size_t)comm->rank * gather->bytes;
+        if (comm->ranks == 1) {
+            if (own != gather->slice) memcpy(own, gather->slice, gather->bytes);
+            return true;
+        }
+        bool units = gather->bytes % UNIT_BYTES == 0;
+        MPI_Datatype type = units ? unit_type : MPI_BYTE;
+        int count = (int)(units ? gather->bytes / UNIT_BYTES : gather->bytes);
+        MPI_Iallgather(own == gather->slice ? MPI_IN_PLACE : gather->slice, count, type, gather->all, count, type, comm->mpi,
+                       &comm->requests[0]);
+        gather->task.requests = 1;
+    }
+    return task_tested(&gather->task);
+}
+
+void comm_all_gather(Comm *comm, void *all, const void *slice, size_t bytes) {
+    GatherTask gather = {.task = task_of(comm), .all = all, .slice = slice, .bytes = bytes};
+    assert(bytes % UNIT_BYTES == 0 || bytes < 1u << 31);
+    comm->traffic.gathered += (double)(comm->ranks - 1) * (double)bytes;
+    stream_submit(comm->stream, gather_poll, &gather, sizeof gather);
+}
+
+// Sums a block of all ranks' leaves along the tree, like a binary counter that counts the ranks: adding leaf r carries
+// as often as r has ones at its end. A last pass joins what an absent rank would have been added to.
+enum { BLOCK = 512, LEVELS = 32 };
+
+static void add_block(float *sum, const float *left, size_t count) {
+    for (size_t i = 0; i < count; i++) sum[i] = left[i] + sum[i];
+}
+
+static void tree_sum_block(const CommReduce *reduce, int rank, int ranks, size_t first, size_t count) {
+    float level[LEVELS][BLOCK], sum[BLOCK];
+    for (int r = 0; r < ranks; r++) {
+        const float *leaf = r == rank ? reduce->leaf + (size_t)rank * reduce->stride
+                                      : reduce->exchange + (size_t)r * reduce->count;
+        int l = 0;
+        memcpy(sum, leaf + first, count * sizeof(float));
+        for (; r >> l & 1; l++) add_block(sum, level[l], count);
+        if (r + 1 < ranks) memcpy(level[l], sum, count * sizeof(float));
+        else
+            for (; l < LEVELS && r >> l; l++)
+                if (r >> l & 1) add_block(sum, level[l], count);
+    }
+    for (int c = 0; c < reduce->carries; c++) add_block(sum, reduce->partials[c] + first, count);
+    memcpy(reduce->sum + first, sum, count * sizeof(float));
+}
+
+typedef struct {
+    Task task;
+    CommReduce reduce;
+} ReduceTask;
+
+static void exchange_start(ReduceTask *task) {
+    Comm *comm = task->task.comm;
+    const CommReduce *reduce = &task->reduce;
+    bool units = reduce->count * sizeof(float) % UNIT_BYTES == 0;
+    MPI_Datatype type = units ? unit_type : MPI_FLOAT;
+    int count = (int)(units ? reduce->count * sizeof(float) / UNIT_BYTES : reduce->count), n = 0;
+    for (int i = 1; i < comm->ranks; i++) {
+        int from = (comm->rank + comm->ranks - i) % comm->ranks, to = (comm->rank + i) % comm->ranks;
+        MPI_Irecv(reduce->exchange + (size_t)from * reduce->count, count, type, from, TAG_EXCHANGE, comm->mpi,
+                  &comm->requests[n++]);
+        MPI_Isend(reduce->leaf + (size_t)to * reduce->stride, count, type, to, TAG_EXCHANGE, comm->mpi,
+                  &comm->requests[n++]);
+    }
+    task->task.requests = n;
+}
+
+static bool reduce_poll(void *argument) {
+    ReduceTask *task = (ReduceTask *)argument;
+    const CommReduce *reduce = &task->reduce;
+    if (task_begins(&task->task)) exchange_start(task);
+    if (!task_tested(&task->task)) return false;
+    for (size_t first = 0; first < reduce->count; first += BLOCK) {
+        size_t left = reduce->count - first;
+        tree_sum_block(reduce, task->task.comm->rank, task->task.comm->ranks, first, left < BLOCK ? left : BLOCK);
+    }
+    return true;
+}
+
+void comm_reduce_scatter(Comm *comm, const CommReduce *reduce) {
+    ReduceTask task = {.task = task_of(comm), .reduce = *reduce};
+    comm->traffic.reduced += (double)(comm->ranks - 1) * (double)reduce->count * sizeof(float);
+    stream_submit(comm->stream, reduce_poll, &task, sizeof task);
+}
+
+typedef struct {
+    Task task;
+    void *values;
+    size_t count;
+    CommOp op;
+} AllReduceTask;
+
+static bool all_reduce_poll(void *argument) {
+    AllReduceTask *task = (AllReduceTask *)argument;
+    if (task->task.comm->ranks == 1) return true;
+    if (task_begins(&task->task)) {
+        MPI_Datatype type = task->op == COMM_I64_SUM ? MPI_INT64_T : task->op == COMM_U32_MAX ? MPI_UINT32_T : MPI_DOUBLE;
+        MPI_Iallreduce(MPI_IN_PLACE, task->values, (int)task->count, type, task->op == COMM_U32_MAX ? MPI_MAX : MPI_SUM,
+                       task->task.comm->mpi, &task->task.comm->requests[0]);
+        task->task.requests = 1;
+    }
+    return task_tested(&task->task);
+}
+
+void comm_all_reduce(Comm *comm, void *values, size_t count, CommOp op) {
+    AllReduceTask task = {.task = task_of(comm), .values = values, .count = count, .op = op};
+    assert(count < 1u << 31);
+    stream_submit(comm->stream, all_reduce_poll, &task, sizeof task);
+}
+
+typedef struct {
+    Task task;
+    void *data;
+    size_t bytes;
+    int root;
+} BroadcastTask;
+
+static bool broadcast_poll(void *argument) {
+    BroadcastTask *task = (BroadcastTask *)argument;
+    if (task->task.comm->ranks == 1) return true;
+    if (task_begins(&task->task)) {
+        MPI_Ibcast(task->data, (int)task->bytes, MPI_BYTE, task->root, task->task.comm->mpi, &task->task.comm->requests[0]);
+        task->task.requests = 1;
+    }
+    return task_tested(&task->task);
+}
+
+void comm_broadcast(Comm *comm, void *data, size_t bytes, int root) {
+    BroadcastTask task = {.task = task_of(comm), .data = data, .bytes = bytes, .root = root};
+    assert(bytes < 1u << 31);
+    stream_submit(comm->stream, broadcast_poll, &task, sizeof task);
+}
+
+static bool barrier_poll(void *argument) {
+    Task *task = (Task *)argument;
+    if (task->comm->ranks == 1) return true;
+    if (task_begins(task)) {
+        MPI_Ibarrier(task->comm->mpi, &task->comm->requests[0]);
+        task->requests = 1;
+    }
+    return task_tested(task);
+}
+
+void comm_barrier(Comm *comm) {
+    Task task = task_of(comm);
+    stream_submit(comm->stream, barrier_poll, &task, sizeof task);
+    comm_await(comm);
+}
