@@ -33,7 +33,11 @@ ROOM_OBJECTS := $(ROOMS:%=$(BUILD)/%.o)
 PROGRAMS := $(PLACE)train_gpt $(PLACE)data/stories $(PLACE)data/tokenize $(PLACE)data/ngram
 TESTS := $(patsubst dev/%.c,$(BUILD)/%,$(wildcard dev/test_*.c)) $(BUILD)/test_gpt
 
-.PHONY: all run test deps cuda bench tools format clean help
+# `make V=1` shows whole commands.
+Q   := $(if $(V),,@)
+say = $(if $(V),,@printf '  %-5s %s\n' $(1) $@)
+
+.PHONY: all run test deps format clean help
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -51,36 +55,44 @@ help:
 
 $(BUILD)/%.o: fsdp/%.c Makefile
 	@mkdir -p $(@D)
-	$(CC) $(CFLAGS) $(if $(filter comm_mpi,$*),$(MPI_CFLAGS)) -MMD -c $< -o $@
+	$(call say,CC)
+	$(Q)$(CC) $(CFLAGS) $(if $(filter comm_mpi,$*),$(MPI_CFLAGS)) -MMD -c $< -o $@
 
 $(BUILD)/data_%.o: data/%.c Makefile
 	@mkdir -p $(@D)
-	$(CC) $(CFLAGS) -MMD -c $< -o $@
+	$(call say,CC)
+	$(Q)$(CC) $(CFLAGS) -MMD -c $< -o $@
 
 $(BUILD)/train_gpt.o: train_gpt.cu Makefile
 	@mkdir -p $(@D)
-	$(CC) $(CFLAGS) -MMD -x c -c $< -o $@
+	$(call say,CC)
+	$(Q)$(CC) $(CFLAGS) -MMD -x c -c $< -o $@
 
 $(PLACE)train_gpt: $(BUILD)/train_gpt.o $(ROOM_OBJECTS)
-	$(CC) $(LDFLAGS) $^ $(MPI_LIBS) $(LDLIBS) -o $@
+	$(call say,LINK)
+	$(Q)$(CC) $(LDFLAGS) $^ $(MPI_LIBS) $(LDLIBS) -o $@
 
 $(PLACE)data/%: $(BUILD)/data_%.o $(BUILD)/error.o $(BUILD)/options.o $(BUILD)/tokenizer.o
 	@mkdir -p $(@D)
-	$(CC) $(LDFLAGS) $^ -ljansson -lm -o $@
+	$(call say,LINK)
+	$(Q)$(CC) $(LDFLAGS) $^ -ljansson -lm -o $@
 
 # ----------------------------------------------------------------------------------------------------------------------
 # tests: dev/test_NAME.c and test_gpt.c, against cmocka
 
 $(BUILD)/%.o: dev/%.c Makefile
 	@mkdir -p $(@D)
-	$(CC) $(CFLAGS) -D_GNU_SOURCE -Idev -MMD -c $< -o $@
+	$(call say,CC)
+	$(Q)$(CC) $(CFLAGS) -D_GNU_SOURCE -Idev -MMD -c $< -o $@
 
 $(BUILD)/test_gpt.o: test_gpt.c Makefile
 	@mkdir -p $(@D)
-	$(CC) $(CFLAGS) -Wno-unused-function -D_GNU_SOURCE -Idev -MMD -c $< -o $@
+	$(call say,CC)
+	$(Q)$(CC) $(CFLAGS) -Wno-unused-function -D_GNU_SOURCE -Idev -MMD -c $< -o $@
 
 $(BUILD)/test_%: $(BUILD)/test_%.o $(BUILD)/ops_reference.o $(BUILD)/count_allocations.o $(ROOM_OBJECTS)
-	$(CC) $(LDFLAGS) $(filter-out $(if $(filter test_gpt,$(@F)),,$(BUILD)/count_allocations.o),$^) $(MPI_LIBS) $(LDLIBS) -lcmocka -o $@
+	$(call say,LINK)
+	$(Q)$(CC) $(LDFLAGS) $(filter-out $(if $(filter test_gpt,$(@F)),,$(BUILD)/count_allocations.o),$^) $(MPI_LIBS) $(LDLIBS) -lcmocka -o $@
 
 test: deps
 	@$(MAKE) --no-print-directory all tests

@@ -21,7 +21,6 @@
 #include "fsdp/safetensors.h" // safetensors_open, …
 #include "fsdp/tokenizer.h"   // tokenizer_open, …
 #include <assert.h>           // assert
-#include <errno.h>            // errno
 #include <jansson.h>          // config.json and the data's card
 #include <math.h>             // cos, exp, isfinite
 #include <stdio.h>            // snprintf, printf
@@ -32,6 +31,9 @@
 
 // ---------------------------------------------------------------------------------------------------------------------
 // configuration and parameters
+
+// Larger ones are taken for a mistake; they also keep all products of sizes below within an int where an int is used.
+enum { MAX_CHANNELS = 1000000, MAX_MICRO_TOKENS = 1 << 24, MAX_MICRO_STEPS = 1 << 20 };
 
 typedef struct {
     int maxT; // positions the model knows
@@ -133,37 +135,37 @@ static int64_t parameters_count(const FsdpUnit *units, int count) {
 enum { LOGITS_ROWS = 1024 }; // rows of logits that exist at a time
 
 typedef struct {
-    void *ln1;         // (N, C)
-    float *ln1_mean;   // (N)
-    float *ln1_rstd;   // (N)
-    void *qkv;         // (N, 3C)
-    float *lse;        // (B, NH, T)
-    void *atty;        // (N, C)
-    void *residual2;   // (N, C)  after attention
-    void *ln2;         // (N, C)
-    float *ln2_mean;   // (N)
-    float *ln2_rstd;   // (N)
-    void *fch;         // (N, 4C)
-    void *fch_gelu;    // (N, 4C)
-    void *residual3;   // (N, C)  after the MLP
+    void *ln1;       // (N, C)
+    float *ln1_mean; // (N)
+    float *ln1_rstd; // (N)
+    void *qkv;       // (N, 3C)
+    float *lse;      // (B, NH, T)
+    void *atty;      // (N, C)
+    void *residual2; // (N, C)  after attention
+    void *ln2;       // (N, C)
+    float *ln2_mean; // (N)
+    float *ln2_rstd; // (N)
+    void *fch;       // (N, 4C)
+    void *fch_gelu;  // (N, 4C)
+    void *residual3; // (N, C)  after the MLP
 } BlockActivations;
 
 typedef struct {
     int *inputs, *targets; // (B, T)
     void *encoded;         // (N, C)
     BlockActivations *blocks;
-    void *lnf;             // (N, C)
-    float *lnf_mean;       // (N)
-    float *lnf_rstd;       // (N)
-    void *logits;          // (min(N, LOGITS_ROWS), Vp), then their gradient
-    float *losses;         // (N)
-    void *branch;          // (N, C)  what a residual branch adds
-    float *next_logits;    // (Vp)  of one position, for samples
+    void *lnf;          // (N, C)
+    float *lnf_mean;    // (N)
+    float *lnf_rstd;    // (N)
+    void *logits;       // (min(N, LOGITS_ROWS), Vp), then their gradient
+    float *losses;      // (N)
+    void *branch;       // (N, C)  what a residual branch adds
+    float *next_logits; // (Vp)  of one position, for samples
     // backward
-    void *dresidual;       // (N, C)  gradient of the residual stream
-    void *dbranch;         // (N, C)
-    void *dqkv;            // (N, 3C)
-    void *dfch;            // (N, 4C)
+    void *dresidual; // (N, C)  gradient of the residual stream
+    void *dbranch;   // (N, C)
+    void *dqkv;      // (N, 3C)
+    void *dfch;      // (N, 4C)
 } Activations;
 
 // What a run needs to know to take memory.
@@ -233,8 +235,9 @@ static void activations_take(GPT *g) {
     a->lnf = act(g, N * C);
     a->lnf_mean = act_f32(g, N);
     a->lnf_rstd = act_f32(g, N);
-    a->logits = device_alloc(g->device, "logits",
-                             (N < LOGITS_ROWS ? N : (size_t)LOGITS_ROWS) * (size_t)g->config.Vp * dtype_size(g->run.dtype));
+    a->logits =
+        device_alloc(g->device, "logits",
+                     (N < LOGITS_ROWS ? N : (size_t)LOGITS_ROWS) * (size_t)g->config.Vp * dtype_size(g->run.dtype));
     a->losses = act_f32(g, N);
     a->branch = act(g, N * C);
     a->next_logits = act_f32(g, (size_t)g->config.Vp);
@@ -306,8 +309,8 @@ static void block_forward(GPT *g, int l, const void *flat, int B, int T) {
     linear_forward(ops, a->qkv, a->ln1, w[QKVW], w[QKVB], N, C, 3 * C, dtype);
     attention_forward(ops, a->atty, a->lse, a->qkv, B, T, C, NH, dtype);
     linear_forward(ops, branch, a->atty, w[ATTPROJW], w[ATTPROJB], N, C, C, dtype);
-    residual_layernorm_forward(ops, a->residual2, a->ln2, a->ln2_mean, a->ln2_rstd, x, branch, w[LN2W], w[LN2B], N, C,
-                               dtype);
+    residual_layernorm_forward(ops, a->residual2, a->ln2, a->ln2_mean, a->ln2_rstd, x, branch, w[LN2W], w[LN2B], N,
+                               C, dtype);
     linear_forward(ops, a->fch, a->ln2, w[FCW], w[FCB], N, C, 4 * C, dtype);
     gelu_forward(ops, a->fch_gelu, a->fch, (size_t)N * 4 * (size_t)C, dtype);
     linear_forward(ops, branch, a->fch_gelu, w[FCPROJW], w[FCPROJB], N, 4 * C, C, dtype);
@@ -328,13 +331,13 @@ static void block_backward(GPT *g, int l, const void *flat, float *flat_grad) {
     linear_backward(ops, dfch, d[FCPROJW], d[FCPROJB], dresidual, a->fch_gelu, w[FCPROJW], N, 4 * C, C, dtype);
     gelu_backward(ops, dfch, dfch, a->fch, (size_t)N * 4 * (size_t)C, dtype);
     linear_backward(ops, dbranch, d[FCW], d[FCB], dfch, a->ln2, w[FCW], N, C, 4 * C, dtype);
-    layernorm_backward(ops, dresidual, d[LN2W], d[LN2B], dbranch, a->residual2, w[LN2W], a->ln2_mean, a->ln2_rstd, N, C,
-                       dtype);
+    layernorm_backward(ops, dresidual, d[LN2W], d[LN2B], dbranch, a->residual2, w[LN2W], a->ln2_mean, a->ln2_rstd,
+                       N, C, dtype);
     linear_backward(ops, dbranch, d[ATTPROJW], d[ATTPROJB], dresidual, a->atty, w[ATTPROJW], N, C, C, dtype);
     attention_backward(ops, dqkv, dbranch, a->atty, a->lse, a->qkv, B, T, C, NH, dtype);
     linear_backward(ops, dbranch, d[QKVW], d[QKVB], dqkv, a->ln1, w[QKVW], N, C, 3 * C, dtype);
-    layernorm_backward(ops, dresidual, d[LN1W], d[LN1B], dbranch, block_input(g, l), w[LN1W], a->ln1_mean, a->ln1_rstd, N,
-                       C, dtype);
+    layernorm_backward(ops, dresidual, d[LN1W], d[LN1B], dbranch, block_input(g, l), w[LN1W], a->ln1_mean,
+                       a->ln1_rstd, N, C, dtype);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -492,9 +495,12 @@ static double schedule_lr(const Schedule *s, int64_t k) {
     if (k <= s->warmup) return s->lr * (double)k / (double)s->warmup;
     double length = (double)(s->steps - s->warmup), p = (double)(k - 1 - s->warmup) / length, last = 0.2;
     switch (s->kind) {
-    case SCHEDULE_COSINE: return s->lr * (s->final + (1 - s->final) * (1 + cos(M_PI * p)) / 2);
-    case SCHEDULE_LINEAR: return s->lr * (1 - (1 - s->final) * p);
-    case SCHEDULE_CONSTANT: return s->lr;
+    case SCHEDULE_COSINE:
+        return s->lr * (s->final + (1 - s->final) * (1 + cos(M_PI * p)) / 2);
+    case SCHEDULE_LINEAR:
+        return s->lr * (1 - (1 - s->final) * p);
+    case SCHEDULE_CONSTANT:
+        return s->lr;
     case SCHEDULE_WSD: {
         double begin = (double)s->steps * (1 - last), q = ((double)(k - 1) - begin) / ((double)s->steps * last);
         return q <= 0 ? s->lr : s->lr * (1 - (1 - s->final) * sqrt(q));
@@ -664,13 +670,16 @@ static int config_number(const json_t *json, const char *path, const char *key, 
     const json_t *value = json_object_get(json, key);
     if ((!value || json_is_null(value)) && missing >= 0) return missing;
     if (!json_is_integer(value) || json_integer_value(value) < 1 || json_integer_value(value) > 1 << 30)
-        die(EXIT_CODE_USAGE, "is it the folder of a GPT-2?", "%s: \"%s\" is missing or no positive number", path, key);
+        die(EXIT_CODE_USAGE, "is it the folder of a GPT-2?", "%s: \"%s\" is missing or no positive number", path,
+            key);
     return (int)json_integer_value(value);
 }
 
 // Refuses a configuration that this program would compute otherwise.
 static void config_expect(bool fine, const char *path, const char *key, const char *expected) {
-    if (!fine) die(EXIT_CODE_USAGE, "this program computes GPT-2 as published", "%s: \"%s\" is not %s", path, key, expected);
+    if (!fine)
+        die(EXIT_CODE_USAGE, "this program computes GPT-2 as published", "%s: \"%s\" is not %s", path, key,
+            expected);
 }
 
 static GPTConfig config_read(const char *folder) {
@@ -680,7 +689,8 @@ static GPTConfig config_read(const char *folder) {
     json_t *json = json_read(path);
     const char *type = json_string_value(json_object_get(json, "model_type"));
     const char *activation = json_string_value(json_object_get(json, "activation_function"));
-    const json_t *eps = json_object_get(json, "layer_norm_epsilon"), *tied = json_object_get(json, "tie_word_embeddings");
+    const json_t *eps = json_object_get(json, "layer_norm_epsilon"),
+                 *tied = json_object_get(json, "tie_word_embeddings");
     config.maxT = config_number(json, path, "n_positions", -1);
     config.V = config_number(json, path, "vocab_size", -1);
     config.Vp = (config.V + 127) / 128 * 128;
@@ -691,6 +701,7 @@ static GPTConfig config_read(const char *folder) {
     config_expect(!activation || strcmp(activation, "gelu_new") == 0, path, "activation_function", "gelu_new");
     config_expect(!eps || fabs(json_number_value(eps) - 1e-5) < 1e-12, path, "layer_norm_epsilon", "1e-5");
     config_expect(!tied || json_is_true(tied), path, "tie_word_embeddings", "true");
+    config_expect(config.C <= MAX_CHANNELS, path, "n_embd", "at most a million");
     config_expect(config_number(json, path, "n_inner", 4 * config.C) == 4 * config.C, path, "n_inner", "4 n_embd");
     config_expect(config.C % config.NH == 0, path, "n_embd", "a multiple of n_head");
     json_decref(json);
@@ -734,7 +745,9 @@ static void head_check(const Safetensors *file, const char *path) {
         safetensors_read(file, own, first, n, b);
         same = memcmp(a, b, (size_t)n * sizeof(float)) == 0;
     }
-    if (!same) die(EXIT_CODE_USAGE, "this program ties the head to wte", "%s: lm_head.weight differs from wte.weight", path);
+    if (!same)
+        die(EXIT_CODE_USAGE, "this program ties the head to wte", "%s: lm_head.weight differs from wte.weight",
+            path);
 }
 
 // Every parameter must be there with its shape, and nothing unknown.
@@ -747,7 +760,8 @@ static Safetensors *folder_open(const char *folder, const FsdpUnit *units, int c
         for (int t = 0; t < units[u].count; t++, found++) {
             const FsdpTensor *tensor = &units[u].tensors[t];
             const SafetensorsEntry *entry = entry_of(file, tensor->name);
-            if (!entry) die(EXIT_CODE_USAGE, "is it the folder of a GPT-2?", "%s: %s is missing", path, tensor->name);
+            if (!entry)
+                die(EXIT_CODE_USAGE, "is it the folder of a GPT-2?", "%s: %s is missing", path, tensor->name);
             if (entry->ndim != tensor->ndim || entry->shape[0] != tensor->shape[0] ||
                 (tensor->ndim == 2 && entry->shape[1] != tensor->shape[1]))
                 die(EXIT_CODE_USAGE, "config.json and model.safetensors do not belong together",
@@ -771,10 +785,10 @@ static Safetensors *folder_open(const char *folder, const FsdpUnit *units, int c
 static void config_write(const GPTConfig *config, const char *folder) {
     char path[1024];
     snprintf(path, sizeof path, "%s/config.json", folder);
-    json_t *json = json_pack("{s:[s], s:s, s:s, s:i, s:i, s:i, s:i, s:i, s:f, s:b}", "architectures", "GPT2LMHeadModel",
-                             "model_type", "gpt2", "activation_function", "gelu_new", "n_layer", config->L, "n_head",
-                             config->NH, "n_embd", config->C, "vocab_size", config->V, "n_positions", config->maxT,
-                             "layer_norm_epsilon", 1e-5, "tie_word_embeddings", 1);
+    json_t *json = json_pack("{s:[s], s:s, s:s, s:i, s:i, s:i, s:i, s:i, s:f, s:b}", "architectures",
+                             "GPT2LMHeadModel", "model_type", "gpt2", "activation_function", "gelu_new", "n_layer",
+                             config->L, "n_head", config->NH, "n_embd", config->C, "vocab_size", config->V,
+                             "n_positions", config->maxT, "layer_norm_epsilon", 1e-5, "tie_word_embeddings", 1);
     if (!json || json_dump_file(json, path, JSON_INDENT(2) | JSON_REAL_PRECISION(9)) != 0)
         die(EXIT_CODE_FAILURE, "is the disk full?", "cannot write %s", path);
     json_decref(json);
@@ -815,12 +829,6 @@ static void folder_write(GPT *g, const char *folder, SafetensorsType dtype) {
     free(entries);
 }
 
-static void folder_make(const char *folder) {
-    if (mkdir(folder, 0777) != 0 && errno != EEXIST)
-        die(EXIT_CODE_FAILURE, "choose an --export that can be written to", "cannot make folder %s: %s", folder,
-            strerror(errno));
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // the command line
 
@@ -828,7 +836,8 @@ enum { MAX_OPTIONS = 64 };
 
 typedef struct {
     const char *train_data, *val_data, *output, *model, *tokenizer, *export_folder;
-    int64_t vocab, B, T, total_batch, threads, steps, warmup, seed, shuffle, val_every, val_batches, sample_every, ranks;
+    int64_t vocab, B, T, total_batch, threads, steps, warmup, seed, shuffle, val_every, val_batches, sample_every,
+        ranks;
     double lr, final_lr, decay, beta1, beta2, eps, clip, comm_timeout;
     int schedule, precision, shard, reduction, comm, export_dtype;
     bool plan, help, version;
@@ -859,8 +868,8 @@ static void settings_default(Settings *s) {
     s->sampling.temperature = 1.0;
 }
 
-static void option_add(Settings *s, char letter, const char *name, OptionKind kind, void *value, double least, double most,
-                       const char *choices, const char *help) {
+static void option_add(Settings *s, char letter, const char *name, OptionKind kind, void *value, double least,
+                       double most, const char *choices, const char *help) {
     Option option = {letter, name, kind, value, least, most, choices, help, false};
     assert(s->option_count < MAX_OPTIONS);
     s->options[s->option_count++] = option;
@@ -876,7 +885,8 @@ static void option_number(Settings *s, char letter, const char *name, double *va
                           const char *help) {
     option_add(s, letter, name, OPTION_NUMBER, value, least, most, NULL, help);
 }
-static void option_choice(Settings *s, char letter, const char *name, int *value, const char *choices, const char *help) {
+static void option_choice(Settings *s, char letter, const char *name, int *value, const char *choices,
+                          const char *help) {
     option_add(s, letter, name, OPTION_CHOICE, value, 0, 0, choices, help);
 }
 static void option_flag(Settings *s, char letter, const char *name, bool *value, const char *help) {
@@ -889,15 +899,19 @@ static void settings_table(Settings *s) {
     option_text(s, 'j', "val-data", &s->val_data, "GLOB validation shards (none)");
     option_text(s, 'o', "output", &s->output, "DIR where log.jsonl goes (none: console only)");
     option_text(s, 'e', "model", &s->model, "SPEC d12, gpt2-medium, gpt3:768, 4x4x256, or a model folder (d12)");
-    option_count(s, 0, "vocab-size", &s->vocab, 2, 1e7, "N tokens in the vocabulary (the model's, the data's, or 50257)");
+    option_count(s, 0, "vocab-size", &s->vocab, 2, 1e7,
+                 "N tokens in the vocabulary (the model's, the data's, or 50257)");
     option_text(s, 0, "tokenizer", &s->tokenizer, "NAME for prompts and samples (the data's)");
     option_count(s, 'b', "micro-batch", &s->B, 1, 1e6, "N sequences per rank and micro-step (4)");
     option_count(s, 't', "seq-len", &s->T, 1, 1e6, "N tokens per sequence (1024)");
-    option_count(s, 'd', "total-batch", &s->total_batch, 1, most, "N tokens per step of all ranks (micro-batch x seq-len x ranks)");
-    option_count(s, 0, "threads", &s->threads, 1, 4096, "N per rank (OMP_NUM_THREADS, or the node's cores / its ranks)");
+    option_count(s, 'd', "total-batch", &s->total_batch, 1, most,
+                 "N tokens per step of all ranks (micro-batch x seq-len x ranks)");
+    option_count(s, 0, "threads", &s->threads, 1, 4096,
+                 "N per rank (OMP_NUM_THREADS, or the node's cores / its ranks)");
     option_count(s, 'x', "steps", &s->steps, 0, most, "N updates in all (one epoch)");
     option_number(s, 'l', "lr", &s->lr, 0, 1e6, "X peak learning rate (3e-4)");
-    option_choice(s, 'k', "lr-schedule", &s->schedule, "cosine,linear,constant,wsd", "KIND cosine, linear, constant or wsd (cosine)");
+    option_choice(s, 'k', "lr-schedule", &s->schedule, "cosine,linear,constant,wsd",
+                  "KIND cosine, linear, constant or wsd (cosine)");
     option_count(s, 'u', "warmup", &s->warmup, 0, most, "N steps of linear warmup (0)");
     option_number(s, 'q', "final-lr", &s->final_lr, 0, 1, "X fraction of lr at the end (0)");
     option_number(s, 'c', "weight-decay", &s->decay, 0, 1e3, "X of matrices and embeddings (0.1)");
@@ -907,18 +921,23 @@ static void settings_table(Settings *s) {
     option_number(s, 0, "grad-clip", &s->clip, 0, 1e30, "X largest gradient norm, 0 for none (1.0)");
     option_count(s, 0, "seed", &s->seed, 0, most, "N of parameters, data order and samples (1337)");
     option_count(s, 0, "shuffle", &s->shuffle, 0, 1, "0|1 visit sequences in a random order, new each epoch (1)");
-    option_choice(s, 0, "precision", &s->precision, "auto,fp32,bf16", "TYPE of gathered parameters and activations: fp32, bf16 or auto (auto)");
+    option_choice(s, 0, "precision", &s->precision, "auto,fp32,bf16",
+                  "TYPE of gathered parameters and activations: fp32, bf16 or auto (auto)");
     option_choice(s, 'z', "shard", &s->shard, "full,3", "WHAT is sharded: full, alias 3 (full)");
     option_choice(s, 0, "reduction", &s->reduction, "tree", "HOW gradients are summed: tree (tree)");
     option_choice(s, 0, "comm", &s->comm, "mpi", "LIBRARY that carries collectives: mpi (mpi)");
-    option_number(s, 0, "comm-timeout", &s->comm_timeout, 0.001, 1e9, "SECONDS after which a stuck collective ends the job (600)");
-    option_count(s, 'v', "val-every", &s->val_every, 0, most, "N steps between validations, 0: at the end only (0)");
+    option_number(s, 0, "comm-timeout", &s->comm_timeout, 0.001, 1e9,
+                  "SECONDS after which a stuck collective ends the job (600)");
+    option_count(s, 'v', "val-every", &s->val_every, 0, most,
+                 "N steps between validations, 0: at the end only (0)");
     option_count(s, 'm', "val-batches", &s->val_batches, 0, 1e9, "N micro-batches of a validation, 0: all (0)");
     option_count(s, 's', "sample-every", &s->sample_every, 0, most, "N steps between samples, 0: none (0)");
     option_count(s, 'g', "sample-tokens", &s->sampling.tokens, 1, 1e6, "N tokens of a sample (64)");
     option_text(s, 0, "prompt", &s->sampling.prompt, "TEXT that samples begin with");
-    option_number(s, 0, "temperature", &s->sampling.temperature, 0, 100, "X of samples, 0: the likeliest token (1.0)");
-    option_count(s, 0, "top-k", &s->sampling.top_k, 0, 1e7, "N likeliest tokens that samples draw from, 0: all (0)");
+    option_number(s, 0, "temperature", &s->sampling.temperature, 0, 100,
+                  "X of samples, 0: the likeliest token (1.0)");
+    option_count(s, 0, "top-k", &s->sampling.top_k, 0, 1e7,
+                 "N likeliest tokens that samples draw from, 0: all (0)");
     option_text(s, 0, "export", &s->export_folder, "DIR for config.json and model.safetensors at the end (none)");
     option_choice(s, 0, "export-dtype", &s->export_dtype, "fp32,bf16", "TYPE fp32 or bf16 (fp32)");
     option_flag(s, 0, "plan", &s->plan, "print memory and traffic per rank, and exit");
@@ -948,13 +967,26 @@ static bool model_named(const char *spec, GPTConfig *config) {
         const char *name;
         int L, C, NH, maxT;
     } table[] = {
-        {"d6", 6, 384, 6, 1024},          {"d12", 12, 768, 12, 1024},       {"d24", 24, 1024, 16, 1024},
-        {"d36", 36, 1280, 20, 1024},      {"d48", 48, 1600, 25, 1024},      {"d60", 60, 1920, 30, 1024},
-        {"d72", 72, 2880, 30, 1024},      {"d84", 84, 3456, 36, 1024},      {"gpt2", 12, 768, 12, 1024},
-        {"gpt2-medium", 24, 1024, 16, 1024}, {"gpt2-large", 36, 1280, 20, 1024}, {"gpt2-xl", 48, 1600, 25, 1024},
-        {"gpt3:384", 6, 384, 6, 2048},    {"gpt3:768", 12, 768, 12, 2048},  {"gpt3:1024", 24, 1024, 16, 2048},
-        {"gpt3:1536", 24, 1536, 16, 2048}, {"gpt3:2048", 24, 2048, 16, 2048}, {"gpt3:2560", 32, 2560, 32, 2048},
-        {"gpt3:4096", 32, 4096, 32, 2048}, {"gpt3:12288", 96, 12288, 96, 2048},
+        {"d6", 6, 384, 6, 1024},
+        {"d12", 12, 768, 12, 1024},
+        {"d24", 24, 1024, 16, 1024},
+        {"d36", 36, 1280, 20, 1024},
+        {"d48", 48, 1600, 25, 1024},
+        {"d60", 60, 1920, 30, 1024},
+        {"d72", 72, 2880, 30, 1024},
+        {"d84", 84, 3456, 36, 1024},
+        {"gpt2", 12, 768, 12, 1024},
+        {"gpt2-medium", 24, 1024, 16, 1024},
+        {"gpt2-large", 36, 1280, 20, 1024},
+        {"gpt2-xl", 48, 1600, 25, 1024},
+        {"gpt3:384", 6, 384, 6, 2048},
+        {"gpt3:768", 12, 768, 12, 2048},
+        {"gpt3:1024", 24, 1024, 16, 2048},
+        {"gpt3:1536", 24, 1536, 16, 2048},
+        {"gpt3:2048", 24, 2048, 16, 2048},
+        {"gpt3:2560", 32, 2560, 32, 2048},
+        {"gpt3:4096", 32, 4096, 32, 2048},
+        {"gpt3:12288", 96, 12288, 96, 2048},
     };
     for (size_t i = 0; i < sizeof table / sizeof table[0]; i++)
         if (strcmp(table[i].name, spec) == 0) {
@@ -978,8 +1010,8 @@ static GPTConfig model_config(const Settings *s, int64_t vocab, const char **fol
         return config_read(s->model);
     }
     if (!model_named(s->model, &config) &&
-        (sscanf(s->model, "%dx%dx%d%c", &config.L, &config.NH, &config.C, &rest) != 3 || config.L < 1 || config.NH < 1 ||
-         config.C < 1 || config.L > 10000 || config.C > 1000000 || config.C % config.NH != 0))
+        (sscanf(s->model, "%dx%dx%d%c", &config.L, &config.NH, &config.C, &rest) != 3 || config.L < 1 ||
+         config.NH < 1 || config.C < 1 || config.L > 10000 || config.C > MAX_CHANNELS || config.C % config.NH != 0))
         die(EXIT_CODE_USAGE,
             "give d6 d12 d24 d36 d48 …, gpt2 … gpt2-xl, gpt3:768 …, LxHxC with C a multiple of H, or a model folder",
             "--model %s: no such model or folder", s->model);
@@ -988,11 +1020,11 @@ static GPTConfig model_config(const Settings *s, int64_t vocab, const char **fol
     return config;
 }
 
-// NAME.json for shards NAME_train_*.bin, when there is one: *vocab and *tokenizer of the data. The card stays open.
+// NAME.json for shards NAME_train…, when there is one: *vocab and *tokenizer of the data. The card stays open.
 static json_t *card_read(const char *glob, int64_t *vocab, const char **tokenizer) {
     char path[1024];
     struct stat status;
-    const char *mark = strstr(glob, "_train_");
+    const char *mark = strstr(glob, "_train");
     if (!mark) return NULL;
     snprintf(path, sizeof path, "%.*s.json", (int)(mark - glob), glob);
     if (stat(path, &status) != 0) return NULL;
@@ -1030,14 +1062,15 @@ static void run_read_data(Run *r) {
     vocab = s->vocab ? s->vocab : card_vocab ? card_vocab : 50257;
     r->config = model_config(s, vocab, &r->folder);
     if (r->folder && s->vocab && s->vocab != r->config.V)
-        die(EXIT_CODE_USAGE, "leave --vocab-size out", "--vocab-size %lld: %s has %d", (long long)s->vocab, r->folder,
-            r->config.V);
+        die(EXIT_CODE_USAGE, "leave --vocab-size out", "--vocab-size %lld: %s has %d", (long long)s->vocab,
+            r->folder, r->config.V);
     if (s->T > r->config.maxT)
         die(EXIT_CODE_USAGE, "give a shorter --seq-len, or a model with a longer context",
             "--seq-len %lld is longer than the model's context of %d", (long long)s->T, r->config.maxT);
     if (!s->tokenizer) s->tokenizer = card_tokenizer;
     if (s->plan || (s->steps == 0 && options_given(s->options, s->option_count, "steps"))) return;
-    LoaderOptions train = {"--train-data", s->train_data, s->T, r->config.V, false, s->shuffle != 0, (uint64_t)s->seed};
+    LoaderOptions train = {"--train-data",  s->train_data,    s->T, r->config.V, false,
+                           s->shuffle != 0, (uint64_t)s->seed};
     LoaderOptions val = {"--val-data", s->val_data, s->T, r->config.V, true, false, 0};
     r->train = loader_open(train);
     if (s->val_data) r->val = loader_open(val);
@@ -1055,19 +1088,28 @@ static void run_read_data(Run *r) {
 static void run_size(Run *r) {
     Settings *s = &r->settings;
     const int64_t micro = s->B * s->T, all = micro * r->ranks;
+    if (micro > MAX_MICRO_TOKENS)
+        die(EXIT_CODE_USAGE, "give a smaller --micro-batch or --seq-len",
+            "--micro-batch %lld x --seq-len %lld: %lld tokens, expected at most %d", (long long)s->B,
+            (long long)s->T, (long long)micro, MAX_MICRO_TOKENS);
     if (s->total_batch == 0) s->total_batch = all;
     if (s->total_batch % all != 0)
         die(EXIT_CODE_USAGE, "change --total-batch, --micro-batch or the number of ranks",
             "--total-batch %lld is no multiple of micro-batch %lld x seq-len %lld x ranks %d = %lld tokens",
             (long long)s->total_batch, (long long)s->B, (long long)s->T, r->ranks, (long long)all);
+    if (s->total_batch / all > MAX_MICRO_STEPS)
+        die(EXIT_CODE_USAGE, "give a smaller --total-batch",
+            "--total-batch %lld takes %lld micro-steps of %lld tokens, expected at most %d",
+            (long long)s->total_batch, (long long)(s->total_batch / all), (long long)all, MAX_MICRO_STEPS);
     r->sequences = s->total_batch / s->T;
     if (r->train && !options_given(s->options, s->option_count, "steps")) {
         s->steps = loader_sequences(r->train) / r->sequences;
         if (s->steps == 0) s->steps = 1;
     }
     if (s->steps > 0 && s->warmup >= s->steps && s->warmup > 0)
-        die(EXIT_CODE_USAGE, "warm up for fewer steps", "--warmup %lld of --steps %lld leaves no step to train at full rate",
-            (long long)s->warmup, (long long)s->steps);
+        die(EXIT_CODE_USAGE, "warm up for fewer steps",
+            "--warmup %lld of --steps %lld leaves no step to train at full rate", (long long)s->warmup,
+            (long long)s->steps);
     int64_t val = r->val ? (loader_sequences(r->val) + s->B - 1) / s->B : 0;
     if (s->val_batches > 0 && s->val_batches < val) val = s->val_batches;
     int64_t sample = s->sample_every ? s->sampling.tokens + (int64_t)strlen(s->sampling.prompt) + 1 : 0;
@@ -1109,9 +1151,10 @@ static void plan_say(Log *log, const Device *device, const GPT *g, int ranks) {
     log_say(log, "memory per rank, of %d", ranks);
     for (int i = 0; (arena = device_arena(device, i)) != NULL; i++)
         log_say(log, "  %-18s %12.2f MiB %16zu bytes", arena->name, mebibytes((double)arena->bytes), arena->bytes);
-    log_say(log, "  %-18s %12.2f MiB %16zu bytes", "all", mebibytes((double)device_bytes(device)), device_bytes(device));
-    log_say(log, "received per rank and step: gathered %.2f MiB, for reduction %.2f MiB", mebibytes(traffic.gathered),
-            mebibytes(traffic.reduced));
+    log_say(log, "  %-18s %12.2f MiB %16zu bytes", "all", mebibytes((double)device_bytes(device)),
+            device_bytes(device));
+    log_say(log, "received per rank and step: gathered %.2f MiB, for reduction %.2f MiB",
+            mebibytes(traffic.gathered), mebibytes(traffic.reduced));
 }
 
 // The initial value of any element depends on the seed and its place alone.
@@ -1124,7 +1167,8 @@ static void init_source(void *context, const FsdpTensor *tensor, int64_t first, 
     const Init *init = (const Init *)context;
     if (tensor->init_normal > 0)
         fill_normal(init->ops, out, init->seed, tensor->number, (size_t)first, (size_t)count, tensor->init_normal);
-    else fill_constant(init->ops, out, tensor->init_value, (size_t)count);
+    else
+        fill_constant(init->ops, out, tensor->init_value, (size_t)count);
 }
 
 // Floating-point operations a second of this rank's threads in a matrix product of 1024 cubed, the best of five: what
@@ -1170,18 +1214,20 @@ static void run_say(const Run *r, int64_t parameters) {
     const Settings *s = &r->settings;
     const GPTConfig *c = &r->config;
     log_say(r->log, "%s: %s, %s", version_text, ops_description(), r->run.dtype == BF16 ? "bf16" : "fp32");
-    log_say(r->log, "model %s: %d blocks, %d heads, %d channels, context %d, vocabulary %d (in memory %d), %lld parameters",
+    log_say(r->log,
+            "model %s: %d blocks, %d heads, %d channels, context %d, vocabulary %d (in memory %d), %lld parameters",
             s->model, c->L, c->NH, c->C, c->maxT, c->V, c->Vp, (long long)parameters);
     if (r->train)
-        log_say(r->log, "training on %s: %d shard%s, %lld tokens, %lld sequences of %d an epoch, %lld targets left over",
+        log_say(r->log,
+                "training on %s: %d shard%s, %lld tokens, %lld sequences of %d an epoch, %lld targets left over",
                 s->train_data, loader_shards(r->train), loader_shards(r->train) == 1 ? "" : "s",
                 (long long)loader_tokens(r->train), (long long)loader_sequences(r->train), r->run.T,
                 (long long)loader_leftover(r->train));
     if (r->val)
-        log_say(r->log, "validating on %s: %lld targets, %d micro-batches", s->val_data, (long long)loader_targets(r->val),
-                r->run.val_batches);
-    log_say(r->log, "%lld steps of %lld tokens: %d rank%s x %d micro-step%s x %d sequences of %d", (long long)s->steps,
-            (long long)s->total_batch, r->ranks, r->ranks == 1 ? "" : "s", r->run.micro_steps,
+        log_say(r->log, "validating on %s: %lld targets, %d micro-batches", s->val_data,
+                (long long)loader_targets(r->val), r->run.val_batches);
+    log_say(r->log, "%lld steps of %lld tokens: %d rank%s x %d micro-step%s x %d sequences of %d",
+            (long long)s->steps, (long long)s->total_batch, r->ranks, r->ranks == 1 ? "" : "s", r->run.micro_steps,
             r->run.micro_steps == 1 ? "" : "s", r->run.B, r->run.T);
 }
 
@@ -1230,7 +1276,13 @@ static int run_train(Run *r, GPT *g, double peak) {
             return EXIT_CODE_NONFINITE;
         }
         double now = seconds(), took = now - start;
-        LogTrain line = {step, s->steps, result.loss, result.norm, lr, step * s->total_batch, 1e3 * took,
+        LogTrain line = {step,
+                         s->steps,
+                         result.loss,
+                         result.norm,
+                         lr,
+                         step * s->total_batch,
+                         1e3 * took,
                          (double)s->total_batch / took,
                          model_flops * (double)s->total_batch / took / (peak * r->ranks),
                          (now - begin) / (double)step * (double)(s->steps - step)};
@@ -1268,7 +1320,8 @@ static void run_open(Run *r, int argc, char **argv) {
     if (s->ranks && !s->plan) die(EXIT_CODE_USAGE, "start ranks with mpirun -n", "--ranks belongs to --plan");
     r->ranks = s->ranks ? (int)s->ranks : comm_world_size();
     int threads = (int)s->threads;
-    device_cores(comm_local_rank(), comm_local_size(), comm_bound_on_purpose(), &threads, r->cores, sizeof r->cores);
+    device_cores(comm_local_rank(), comm_local_size(), comm_bound_on_purpose(), &threads, r->cores,
+                 sizeof r->cores);
     s->threads = threads;
     run_read_data(r);
     run_size(r);
@@ -1277,7 +1330,7 @@ static void run_open(Run *r, int argc, char **argv) {
         r->weights = folder_open(r->folder, units, r->config.L + 1);
         units_free(units, r->config.L + 1);
     }
-    if (s->export_folder && !s->plan && comm_world_rank() == 0) folder_make(s->export_folder);
+    if (s->export_folder && !s->plan && comm_world_rank() == 0) folder_make(s->export_folder, "--export");
     r->log = log_open(comm_world_rank() == 0, s->plan ? NULL : s->output);
     comm_others();
 }
@@ -1302,10 +1355,13 @@ static int run_go(Run *r, const Device *plan, int64_t parameters) {
     int code = EXIT_CODE_DONE;
     config_log(r, parameters, device_bytes(plan));
     cores_say(r, comm, device);
-    if (r->weights) fsdp_fill(g->fsdp, folder_source, r->weights);
-    else fsdp_fill(g->fsdp, init_source, &init);
+    if (r->weights)
+        fsdp_fill(g->fsdp, folder_source, r->weights);
+    else
+        fsdp_fill(g->fsdp, init_source, &init);
     if (s->steps > 0) {
-        log_say(r->log, "peak of a matrix product: %.0f GFLOP/s per rank; mfu is the model's FLOPs over it", peak / 1e9);
+        log_say(r->log, "peak of a matrix product: %.0f GFLOP/s per rank; mfu is the model's FLOPs over it",
+                peak / 1e9);
         code = run_train(r, g, peak);
         memory_say(r, plan, device);
     }

@@ -15,7 +15,9 @@
 //
 // Each file is written under a temporary name and renamed when it is whole. The card of an earlier run goes first and
 // the new one comes last: a card that is there describes shards that are there.
-#define _GNU_SOURCE           // asprintf, memmem
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE // asprintf, memmem
+#endif
 #include <errno.h>            // errno
 #include <fts.h>              // fts_open: folders
 #include <inttypes.h>         // PRIu64

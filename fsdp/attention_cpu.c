@@ -18,14 +18,17 @@
 #include <math.h>   // sqrt, logf
 #include <omp.h>    // omp_get_thread_num
 
-enum { MAX_TILES = 512 };
+enum { TILE = 128, MAX_TILES = 512 }; // longer sequences than the two allow take larger tiles
 
 // The products of each tile, by number.
 typedef struct {
     int tile, tiles;
-    int by_keys[MAX_TILES];   // (tile, HS) · (keys, HS)ᵀ → (tile, keys) fp32: scores and dP
-    int over_keys[MAX_TILES]; // (tile, keys) · (keys, HS) → (tile, HS): out and dQ
-    int over_rows[MAX_TILES]; // (tile, keys)ᵀ · (tile, HS) → (keys, HS) fp32, added but for the last tile: dK and dV
+    // (tile, HS) · (keys, HS)ᵀ → (tile, keys) fp32: scores and dP
+    int by_keys[MAX_TILES];
+    // (tile, keys) · (keys, HS) → (tile, HS): out and dQ
+    int over_keys[MAX_TILES];
+    // (tile, keys)ᵀ · (tile, HS) → (keys, HS) fp32, added but for the last tile: dK and dV
+    int over_rows[MAX_TILES];
     size_t scratch;
     double flops; // of one product of either kind over all tiles
 } Plan;
@@ -38,19 +41,24 @@ static int tile_find(Ops *ops, Plan *plan, Product product) {
 }
 
 static Plan attention_plan(Ops *ops, int T, int HS, bool backward, DType dtype) {
-    Plan plan = {.tile = T < 512 ? 64 : 128};
+    Plan plan = {.tile = TILE};
     while (plan.tile * MAX_TILES < T) plan.tile *= 2;
     plan.tiles = blocks_of((size_t)T, plan.tile);
     for (int i = 0; i < plan.tiles; i++) {
         int rows = least(plan.tile, T - i * plan.tile), keys = i * plan.tile + rows;
         plan.by_keys[i] = tile_find(
             ops, &plan, (Product){.M = rows, .N = keys, .K = HS, .b_transposed = true, .in = dtype, .out = F32});
-        plan.over_keys[i] = tile_find(ops, &plan, (Product){.M = rows, .N = HS, .K = keys, .in = dtype, .out = dtype});
+        plan.over_keys[i] =
+            tile_find(ops, &plan, (Product){.M = rows, .N = HS, .K = keys, .in = dtype, .out = dtype});
         plan.flops += 2.0 * rows * keys * HS;
         if (!backward) continue;
-        plan.over_rows[i] = tile_find(
-            ops, &plan,
-            (Product){.M = keys, .N = HS, .K = rows, .a_transposed = true, .accumulate = i + 1 < plan.tiles, .in = dtype});
+        plan.over_rows[i] = tile_find(ops, &plan,
+                                      (Product){.M = keys,
+                                                .N = HS,
+                                                .K = rows,
+                                                .a_transposed = true,
+                                                .accumulate = i + 1 < plan.tiles,
+                                                .in = dtype});
     }
     return plan;
 }
@@ -114,11 +122,14 @@ static void head_into(void *rows, const void *head, size_t first, size_t stride,
 }
 
 // The same from fp32.
-static void head_rounded_into(void *rows, const float *head, size_t first, size_t stride, int T, int HS, DType dtype) {
+static void head_rounded_into(void *rows, const float *head, size_t first, size_t stride, int T, int HS,
+                              DType dtype) {
     for (int t = 0; t < T; t++) {
         const float *row = head + (size_t)t * HS;
-        if (dtype == F32) memcpy((float *)rows + first + (size_t)t * stride, row, (size_t)HS * sizeof(float));
-        else row_stored(rows, first + (size_t)t * stride, HS, dtype, row);
+        if (dtype == F32)
+            memcpy((float *)rows + first + (size_t)t * stride, row, (size_t)HS * sizeof(float));
+        else
+            row_stored(rows, first + (size_t)t * stride, HS, dtype, row);
     }
 }
 
@@ -140,11 +151,11 @@ static void head_forward(Ops *ops, const Plan *plan, Scratch *s, float *lse, int
     int thread = omp_get_thread_num();
     for (int i = 0; i < plan->tiles; i++) {
         int begin = i * plan->tile, rows = least(plan->tile, T - begin), keys = begin + rows;
-        product_run(ops->products, plan->by_keys[i], thread, s->scores, at(s->q, (size_t)begin * HS, dtype), s->k, NULL,
-                    s->product);
+        product_run(ops->products, plan->by_keys[i], thread, s->scores, at(s->q, (size_t)begin * HS, dtype), s->k,
+                    NULL, s->product);
         for (int r = 0; r < rows; r++)
-            lse[begin + r] = softmax_row(s->prob, (size_t)r * keys, s->scores + (size_t)r * keys, begin + r + 1, keys,
-                                         scale, dtype);
+            lse[begin + r] = softmax_row(s->prob, (size_t)r * keys, s->scores + (size_t)r * keys, begin + r + 1,
+                                         keys, scale, dtype);
         product_run(ops->products, plan->over_keys[i], thread, s->tile, s->prob, s->v, NULL, s->product);
         head_into(out, s->tile, first + (size_t)begin * stride, stride, rows, HS, dtype);
     }
@@ -197,8 +208,8 @@ static void delta_rows(const Scratch *s, int T, int HS, DType dtype) {
 
 // dQ goes into dqkv tile by tile; dK and dV gather in s. The last tile comes first: its keys are all keys, so it sets
 // what the others add to.
-static void head_backward(Ops *ops, const Plan *plan, Scratch *s, const float *lse, int T, int HS, DType dtype, void *dqkv,
-                          size_t first, size_t stride) {
+static void head_backward(Ops *ops, const Plan *plan, Scratch *s, const float *lse, int T, int HS, DType dtype,
+                          void *dqkv, size_t first, size_t stride) {
     float scale = 1.0f / sqrtf((float)HS);
     int thread = omp_get_thread_num();
     Products *products = ops->products;
@@ -219,8 +230,8 @@ static void head_backward(Ops *ops, const Plan *plan, Scratch *s, const float *l
     }
 }
 
-void attention_backward(Ops *ops, void *dqkv, const void *dout, const void *out, const float *lse, const void *qkv, int B,
-                        int T, int C, int NH, DType dtype) {
+void attention_backward(Ops *ops, void *dqkv, const void *dout, const void *out, const float *lse, const void *qkv,
+                        int B, int T, int C, int NH, DType dtype) {
     int HS = C / NH;
     Plan plan = attention_plan(ops, T, HS, true, dtype);
     size_t each = scratch_lay(&(Scratch){0}, NULL, &plan, T, HS, true, dtype);

@@ -8,6 +8,8 @@
 // ranks skipped: ((0+1)+(2+3))+((4+5)+…). The order never depends on timing, and a power of two of ranks sums what a
 // single rank with the same leaves in the same tree would. It is built from an exchange of slices and a local sum.
 //
+// Opening, splitting and closing groups waits, and calls MPI itself: no group may have work under way then.
+//
 // A collective that takes longer than the timeout ends the job: the message names rank, host and what was being done.
 #ifndef FSDP_COMM_H
 #define FSDP_COMM_H
@@ -37,7 +39,9 @@ void comm_end(void);
 int comm_world_rank(void), comm_world_size(void);
 int comm_local_rank(void), comm_local_size(void); // among the ranks on this node
 const char *comm_host(void);
-bool comm_bound_on_purpose(void); // the user, not the launcher's default, chose the cores this rank is bound to
+// Whether somebody chose the cores this rank is bound to. Open MPI's default binds one or two ranks to a core each, which
+// its environment shows as a binding without a policy; that does not count. Under other launchers any binding does.
+bool comm_bound_on_purpose(void);
 
 // The group of all ranks on a stream of its own. timeout in seconds.
 Comm *comm_world(Device *device, double timeout);

@@ -2,12 +2,13 @@
 // collective is a task that starts a non-blocking operation on its first call and tests it on the later ones, because a
 // blocking wait would take a good part of a core from compute.
 #ifndef _GNU_SOURCE
-#define _GNU_SOURCE // gethostname, nanosleep
+#define _GNU_SOURCE // gethostname, nanosleep, sched_getaffinity
 #endif
 #include "comm.h"
 #include "error.h"
 #include <assert.h> // assert
 #include <mpi.h>    // everything MPI_
+#include <sched.h>  // sched_getaffinity
 #include <stdio.h>  // snprintf
 #include <stdlib.h> // calloc, exit, getenv
 #include <string.h> // memcpy
@@ -79,7 +80,8 @@ static void end_all_ranks(int code) {
 
 // A launcher of another MPI starts N processes that each believe to be alone; they would overwrite each other's files.
 static void refuse_strangers(void) {
-    static const char *const names[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "MPI_LOCALNRANKS"};
+    static const char *const names[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS",
+                                        "MPI_LOCALNRANKS"};
     for (size_t i = 0; world_size == 1 && i < sizeof names / sizeof names[0]; i++) {
         const char *value = getenv(names[i]);
         if (value && atoi(value) > 1)
@@ -106,8 +108,8 @@ void comm_start(int *argc, char ***argv) {
     error_rank(world_rank, world_size);
     error_ender(end_all_ranks);
     if (provided < MPI_THREAD_SERIALIZED)
-        die(EXIT_CODE_FAILURE, "build MPI with thread support", "this MPI gives thread level %d, needed %d", provided,
-            MPI_THREAD_SERIALIZED);
+        die(EXIT_CODE_FAILURE, "build MPI with thread support", "this MPI gives thread level %d, needed %d",
+            provided, MPI_THREAD_SERIALIZED);
     refuse_strangers();
 }
 
@@ -143,10 +145,10 @@ int comm_local_size(void) { return local_size; }
 const char *comm_host(void) { return host; }
 
 bool comm_bound_on_purpose(void) {
-    bool launched = getenv("OMPI_COMM_WORLD_SIZE") != NULL;
-    if (!launched) return true; // whatever the cores are, nobody but the user narrowed them
-    return getenv("OMPI_MCA_hwloc_base_binding_policy") != NULL &&
-           strncmp(getenv("OMPI_MCA_hwloc_base_binding_policy"), "none", 4) != 0;
+    const char *policy = getenv("OMPI_MCA_hwloc_base_binding_policy");
+    cpu_set_t set;
+    if (getenv("OMPI_COMM_WORLD_SIZE")) return policy && strncmp(policy, "none", 4) != 0;
+    return sched_getaffinity(0, sizeof set, &set) == 0 && CPU_COUNT(&set) < sysconf(_SC_NPROCESSORS_ONLN);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -240,7 +242,8 @@ static bool task_tested(Task *task) {
     MPI_Testall(task->requests, task->comm->requests, &done, MPI_STATUSES_IGNORE);
     if (!done && now() - task->begun > task->comm->timeout)
         die(EXIT_CODE_FAILURE, "look for a rank that died or hangs; a slow network needs a larger --comm-timeout",
-            "%s has not ended after %.0f s (rank %d on %s)", task->phase, task->comm->timeout, task->comm->rank, host);
+            "%s has not ended after %g s (rank %d on %s)", task->phase, task->comm->timeout, task->comm->rank,
+            host);
     return done;
 }
 
@@ -263,8 +266,8 @@ static bool gather_poll(void *argument) {
         bool units = gather->bytes % UNIT_BYTES == 0;
         MPI_Datatype type = units ? unit_type : MPI_BYTE;
         int count = (int)(units ? gather->bytes / UNIT_BYTES : gather->bytes);
-        MPI_Iallgather(own == gather->slice ? MPI_IN_PLACE : gather->slice, count, type, gather->all, count, type, comm->mpi,
-                       &comm->requests[0]);
+        MPI_Iallgather(own == gather->slice ? MPI_IN_PLACE : gather->slice, count, type, gather->all, count, type,
+                       comm->mpi, &comm->requests[0]);
         gather->task.requests = 1;
     }
     return task_tested(&gather->task);
@@ -288,12 +291,13 @@ static void add_block(float *sum, const float *left, size_t count) {
 static void tree_sum_block(const CommReduce *reduce, int rank, int ranks, size_t first, size_t count) {
     float level[LEVELS][BLOCK], sum[BLOCK];
     for (int r = 0; r < ranks; r++) {
-        const float *leaf = r == rank ? reduce->leaf + (size_t)rank * reduce->stride
-                                      : reduce->exchange + (size_t)r * reduce->count;
+        const float *leaf =
+            r == rank ? reduce->leaf + (size_t)rank * reduce->stride : reduce->exchange + (size_t)r * reduce->count;
         int l = 0;
         memcpy(sum, leaf + first, count * sizeof(float));
         for (; r >> l & 1; l++) add_block(sum, level[l], count);
-        if (r + 1 < ranks) memcpy(level[l], sum, count * sizeof(float));
+        if (r + 1 < ranks)
+            memcpy(level[l], sum, count * sizeof(float));
         else
             for (; l < LEVELS && r >> l; l++)
                 if (r >> l & 1) add_block(sum, level[l], count);
@@ -352,9 +356,12 @@ static bool all_reduce_poll(void *argument) {
     AllReduceTask *task = (AllReduceTask *)argument;
     if (task->task.comm->ranks == 1) return true;
     if (task_begins(&task->task)) {
-        MPI_Datatype type = task->op == COMM_I64_SUM ? MPI_INT64_T : task->op == COMM_U32_MAX ? MPI_UINT32_T : MPI_DOUBLE;
-        MPI_Iallreduce(MPI_IN_PLACE, task->values, (int)task->count, type, task->op == COMM_U32_MAX ? MPI_MAX : MPI_SUM,
-                       task->task.comm->mpi, &task->task.comm->requests[0]);
+        MPI_Datatype type = task->op == COMM_I64_SUM   ? MPI_INT64_T
+                            : task->op == COMM_U32_MAX ? MPI_UINT32_T
+                                                       : MPI_DOUBLE;
+        MPI_Iallreduce(MPI_IN_PLACE, task->values, (int)task->count, type,
+                       task->op == COMM_U32_MAX ? MPI_MAX : MPI_SUM, task->task.comm->mpi,
+                       &task->task.comm->requests[0]);
         task->task.requests = 1;
     }
     return task_tested(&task->task);
@@ -377,7 +384,8 @@ static bool broadcast_poll(void *argument) {
     BroadcastTask *task = (BroadcastTask *)argument;
     if (task->task.comm->ranks == 1) return true;
     if (task_begins(&task->task)) {
-        MPI_Ibcast(task->data, (int)task->bytes, MPI_BYTE, task->root, task->task.comm->mpi, &task->task.comm->requests[0]);
+        MPI_Ibcast(task->data, (int)task->bytes, MPI_BYTE, task->root, task->task.comm->mpi,
+                   &task->task.comm->requests[0]);
         task->task.requests = 1;
     }
     return task_tested(&task->task);

@@ -16,12 +16,12 @@ Arena *ledger_book(Ledger *ledger, const char *name, size_t bytes) {
     Arena *arena = &ledger->arenas[i];
     if (i == ledger->count) {
         ledger->count++;
-        *arena = (Arena){.name = name, .bytes = 0, .planned = SIZE_MAX};
+        *arena = (Arena){.name = name, .bytes = 0, .planned = ledger->planned ? 0 : SIZE_MAX};
     }
     if (bytes > arena->planned - arena->bytes)
         die(EXIT_CODE_FAILURE, "this is a fault of the program: please report it with the command line",
-            "arena '%s' holds %zu of %zu planned bytes and is asked for %zu more", name, arena->bytes, arena->planned,
-            bytes);
+            "arena '%s' holds %zu of %zu planned bytes and is asked for %zu more", name, arena->bytes,
+            arena->planned, bytes);
     arena->bytes += bytes;
     return arena;
 }
@@ -76,8 +76,8 @@ static uint64_t stream_tick(StreamOrder *order) {
 static void refuse_unordered(const Shared *memory, const StreamOrder *order, const char *place, const char *doing,
                              const char *earlier, const char *earlier_doing) {
     die(EXIT_CODE_FAILURE, "an event must order the two: record it after the first, wait for it before the second",
-        "stream order: '%s' is %s on stream %s by %s, but nothing orders that after it was %s by %s", memory->name, doing,
-        order->name, place, earlier_doing, earlier);
+        "stream order: '%s' is %s on stream %s by %s, but nothing orders that after it was %s by %s", memory->name,
+        doing, order->name, place, earlier_doing, earlier);
 }
 
 void stream_reads(Stream *stream, Shared *memory, const char *place) {

@@ -101,14 +101,15 @@ typedef struct Event Event;
 
 enum { DEVICE_MAX_STREAMS = 8 };
 
-Stream *device_compute(Device *device);                   // ops run here
-Stream *stream_open(Device *device, const char *name);    // another one
+Stream *device_compute(Device *device);                // ops run here
+Stream *stream_open(Device *device, const char *name); // another one
 const char *stream_name(const Stream *stream);
 
-Event *event_create(Device *device, const char *name);    // counts as happened until first recorded
-void event_record(Event *event, Stream *stream);          // happens when all work issued on stream so far is done
-void stream_wait(Stream *stream, Event *event);           // later work on stream happens after event's last record
-void event_synchronize(Event *event);                     // the host waits
+// An event counts as happened until it is first recorded. It is recorded on one and the same stream.
+Event *event_create(Device *device, const char *name);
+void event_record(Event *event, Stream *stream); // happens when all work issued on stream so far is done
+void stream_wait(Stream *stream, Event *event);  // later work on stream happens after event's last record
+void event_synchronize(Event *event);            // the host waits
 
 // A task of a stream other than compute: called again and again by the streams' thread until it returns true. `argument`
 // (at most STREAM_TASK_BYTES) is copied and may be changed from call to call.

@@ -16,6 +16,7 @@ void clock_join(Clock *into, const Clock *from);
 typedef struct {
     Arena arenas[DEVICE_MAX_ARENAS];
     int count;
+    bool planned; // there is a plan: what it does not name gets nothing
 } Ledger;
 
 // Books bytes for the arena, opening it if it is new; dies when that outgrows the plan.

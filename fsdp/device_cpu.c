@@ -26,9 +26,11 @@ enum { RING = 256, POLL_NANOSECONDS = 50 * 1000 };
 struct Event {
     const char *name;
     Clock clock;               // of the stream that recorded it last
+    const Stream *stream;      // that records it: one and the same, or records would happen out of order
     uint64_t recorded;         // how often it was recorded: known to the main thread alone
     _Atomic uint64_t happened; // how many of those have happened
     Device *device;
+    Event *next; // of all the device's
 };
 
 typedef struct {
@@ -62,8 +64,7 @@ struct Device {
     Clock host;
     Stream streams[DEVICE_MAX_STREAMS];
     int stream_count;
-    Event *events[256];
-    int event_count;
+    Event *events;
     double waited;
     pthread_t thread;
     bool threaded, quit;
@@ -112,6 +113,7 @@ Device *device_plan(void) { return device_new(true); }
 
 Device *device_open(const Device *plan) {
     Device *device = device_new(false);
+    device->ledger.planned = plan != NULL;
     for (int i = 0; plan && i < plan->ledger.count; i++)
         device->ledger.arenas[device->ledger.count++] =
             (Arena){.name = plan->ledger.arenas[i].name, .bytes = 0, .planned = plan->ledger.arenas[i].bytes};
@@ -121,8 +123,10 @@ Device *device_open(const Device *plan) {
 bool device_planning(const Device *device) { return device->planning; }
 
 static void block_free(const Device *device, Block *block) {
-    if (device->planning) munmap(block->address, block->bytes);
-    else free(block->address);
+    if (device->planning)
+        munmap(block->address, block->bytes);
+    else
+        free(block->address);
 }
 
 void device_close(Device *device) {
@@ -139,7 +143,10 @@ void device_close(Device *device) {
         free(block);
     }
     for (int i = 0; i < device->stream_count; i++) free(device->streams[i].ring);
-    for (int i = 0; i < device->event_count; i++) free(device->events[i]);
+    for (Event *event = device->events, *next; event; event = next) {
+        next = event->next;
+        free(event);
+    }
     pthread_mutex_destroy(&device->mutex);
     pthread_cond_destroy(&device->pushed);
     pthread_cond_destroy(&device->happened);
@@ -149,7 +156,8 @@ void device_close(Device *device) {
 // Address space without memory behind it: pointers into it can be computed with, but not followed.
 static void *reserve_addresses(size_t bytes) {
     void *address = mmap(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (address == MAP_FAILED) die(EXIT_CODE_FAILURE, NULL, "cannot reserve %zu bytes of addresses for the plan", bytes);
+    if (address == MAP_FAILED)
+        die(EXIT_CODE_FAILURE, NULL, "cannot reserve %zu bytes of addresses for the plan", bytes);
     return address;
 }
 
@@ -160,7 +168,8 @@ static void *take_pages(const char *arena, size_t bytes) {
     size_t align = bytes >= 2 * huge ? huge : DEVICE_ALIGN;
     void *address = aligned_alloc(align, (bytes + align - 1) / align * align);
     if (!address)
-        die(EXIT_CODE_FAILURE, "use more ranks, a smaller --micro-batch, or a smaller model; --plan shows what goes where",
+        die(EXIT_CODE_FAILURE,
+            "use more ranks, a smaller --micro-batch, or a smaller model; --plan shows what goes where",
             "out of memory: arena '%s' needs %zu bytes", arena, bytes);
     if (align == huge) madvise(address, bytes, MADV_HUGEPAGE);
     memset(address, 0, bytes);
@@ -185,13 +194,17 @@ void *device_alloc(Device *device, const char *arena, size_t bytes) {
     return block_new(device, arena, bytes)->address;
 }
 
-void *device_alloc_host(Device *device, const char *arena, size_t bytes) { return device_alloc(device, arena, bytes); }
+void *device_alloc_host(Device *device, const char *arena, size_t bytes) {
+    return device_alloc(device, arena, bytes);
+}
 
 void device_copy_in(Device *device, void *to, const void *from, size_t bytes) {
     if (!device->planning) memcpy(to, from, bytes);
 }
 
-void device_copy_out(Device *device, void *to, const void *from, size_t bytes) { device_copy_in(device, to, from, bytes); }
+void device_copy_out(Device *device, void *to, const void *from, size_t bytes) {
+    device_copy_in(device, to, from, bytes);
+}
 
 void *device_scratch(Device *device, const char *arena, size_t bytes) {
     Block *block = device->blocks;
@@ -238,7 +251,8 @@ static void cores_text(const cpu_set_t *set, char *text, size_t size) {
         if (!CPU_ISSET(cpu, set)) continue;
         int last = cpu;
         while (last + 1 < CPU_SETSIZE && CPU_ISSET(last + 1, set)) last++;
-        used += (size_t)snprintf(text + used, size - used, last > cpu ? "%s%d-%d" : "%s%d", used ? "," : "", cpu, last);
+        used +=
+            (size_t)snprintf(text + used, size - used, last > cpu ? "%s%d-%d" : "%s%d", used ? "," : "", cpu, last);
         cpu = last;
     }
 }
@@ -249,7 +263,7 @@ void device_cores(int local_rank, int local_ranks, bool keep, int *threads, char
     const char *asked = getenv("OMP_NUM_THREADS");
     bool own = true; // the cores in set are this rank's alone
     sched_getaffinity(0, sizeof set, &set);
-    if (!keep && local_ranks > 1) {
+    if (!keep) {
         sched_getaffinity(getppid(), sizeof set, &set);
         own = cores_take(&set, local_rank, local_ranks);
         if (sched_setaffinity(0, sizeof set, &set) != 0) sched_getaffinity(0, sizeof set, &set);
@@ -258,8 +272,8 @@ void device_cores(int local_rank, int local_ranks, bool keep, int *threads, char
     if (*threads <= 0) *threads = asked ? atoi(asked) : 0;
     if (*threads <= 0) *threads = own ? cores : 1;
     cores_text(&set, list, sizeof list);
-    snprintf(text, size, "core%s %s%s, %d thread%s", cores == 1 ? "" : "s", list, keep ? " (as bound)" : "", *threads,
-             *threads == 1 ? "" : "s");
+    snprintf(text, size, "core%s %s%s, %d thread%s", cores == 1 ? "" : "s", list, keep ? " (as bound)" : "",
+             *threads, *threads == 1 ? "" : "s");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -274,9 +288,13 @@ static void event_happen(Device *device, Event *event, uint64_t count) {
 
 static bool entry_done(Device *device, Entry *entry) {
     switch (entry->kind) {
-    case ENTRY_TASK: return entry->task(entry->argument);
-    case ENTRY_WAIT: return atomic_load_explicit(&entry->event->happened, memory_order_acquire) >= entry->count;
-    case ENTRY_RECORD: event_happen(device, entry->event, entry->count); return true;
+    case ENTRY_TASK:
+        return entry->task(entry->argument);
+    case ENTRY_WAIT:
+        return atomic_load_explicit(&entry->event->happened, memory_order_acquire) >= entry->count;
+    case ENTRY_RECORD:
+        event_happen(device, entry->event, entry->count);
+        return true;
     }
     return true;
 }
@@ -350,7 +368,7 @@ static void entry_push(Stream *stream) {
 }
 
 void stream_submit(Stream *stream, StreamTask task, const void *argument, size_t bytes) {
-    assert(bytes <= STREAM_TASK_BYTES);
+    assert(bytes <= STREAM_TASK_BYTES && stream != device_compute(stream->device));
     if (!stream->ring) return; // planning: nothing to be done
     Entry *entry = entry_begin(stream);
     entry->kind = ENTRY_TASK;
@@ -366,12 +384,14 @@ Event *event_create(Device *device, const char *name) {
     Event *event = (Event *)take(1, sizeof *event);
     event->name = name;
     event->device = device;
-    assert(device->event_count < (int)(sizeof device->events / sizeof device->events[0]));
-    device->events[device->event_count++] = event;
+    event->next = device->events;
+    device->events = event;
     return event;
 }
 
 void event_record(Event *event, Stream *stream) {
+    assert(event->stream == NULL || event->stream == stream);
+    event->stream = stream;
     clock_join(&stream->order.clock, stream->order.host);
     event->clock = stream->order.clock;
     event->recorded++;

@@ -31,7 +31,8 @@ void error_rank(int rank, int ranks);
 // Installs the function that ends every rank with `code` and does not return; NULL means exit(code) alone.
 void error_ender(void (*end)(int code));
 
-// Prints one line, formatted like printf, then " HINT: hint" when hint is not NULL, and ends every rank.
+// Ends every rank after printing one line, formatted like printf, then " HINT: hint" when hint is not NULL. Higher ranks hold
+// back a little, so that what all of them meet is said once.
 #ifdef __GNUC__
 __attribute__((noreturn, format(printf, 3, 4)))
 #endif

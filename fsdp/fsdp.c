@@ -23,6 +23,7 @@ typedef struct {
 typedef struct {
     float *memory;
     int unit; // -1: none
+    int last; // the unit it held last, -1: none
     Event *filled, *reduced;
     Shared shared;
 } GradSlot;
@@ -58,7 +59,8 @@ struct Fsdp {
     int next_grad_slot;
     uint64_t version, clock;
     Event *updated; // the parameters' slices were written
-    Shared params, grads;
+    Shared params, grads, agreement;
+    bool normed; // fsdp_norm has prepared the update
 
     uint32_t *bits; // (count) largest magnitude of each unit's gradient, then [count] of all
     int64_t *sums;  // (2)
@@ -121,9 +123,10 @@ static void slices_take(Fsdp *f) {
         assert(f->partial_count < MAX_PARTIALS);
         f->partials[f->partial_count++] = (float *)device_alloc(f->device, "partial sums", n * sizeof(float));
     }
-    f->exchange_count = largest_layer(f, true);
+    f->exchange_count = f->count > 1 ? largest_layer(f, true) : f->places[FSDP_ROOT].slice;
     if (f->ranks > 1)
-        f->exchange = (float *)device_alloc(f->device, "exchange", f->exchange_count * (size_t)f->ranks * sizeof(float));
+        f->exchange =
+            (float *)device_alloc(f->device, "exchange", f->exchange_count * (size_t)f->ranks * sizeof(float));
 }
 
 static void *slice_params(const Fsdp *f, int unit) {
@@ -143,19 +146,22 @@ static void slots_take(Fsdp *f) {
         slot->gathered = event_create(f->device, "gathered");
         slot->released = event_create(f->device, "released");
         slot->shared.name = s == FSDP_ROOT ? "root" : "slot";
-        if (in_place) slot->memory = slice_params(f, s);
-        else if (s == FSDP_ROOT) slot->memory = device_alloc(f->device, "root", f->places[FSDP_ROOT].size * size);
-        else slot->memory = device_alloc(f->device, "slots", largest_layer(f, false) * size);
+        if (in_place)
+            slot->memory = slice_params(f, s);
+        else if (s == FSDP_ROOT)
+            slot->memory = device_alloc(f->device, "root", f->places[FSDP_ROOT].size * size);
+        else
+            slot->memory = device_alloc(f->device, "slots", largest_layer(f, false) * size);
     }
     for (int s = 0; s < 1 + GRAD_SLOTS; s++) {
         GradSlot *slot = &f->grad_slots[s];
         size_t n = s == FSDP_ROOT ? f->places[FSDP_ROOT].size : largest_layer(f, false);
-        slot->unit = -1;
+        slot->unit = slot->last = -1;
         slot->filled = event_create(f->device, "filled");
         slot->reduced = event_create(f->device, "reduced");
         slot->shared.name = s == FSDP_ROOT ? "root gradient" : "gradient slot";
-        slot->memory = (float *)device_alloc(f->device, slot->shared.name[0] == 'r' ? "root gradient" : "gradient slots",
-                                             n * sizeof(float));
+        slot->memory = (float *)device_alloc(
+            f->device, slot->shared.name[0] == 'r' ? "root gradient" : "gradient slots", n * sizeof(float));
     }
 }
 
@@ -177,6 +183,7 @@ Fsdp *fsdp_open(Device *device, Ops *ops, Comm *comm, FsdpUnit *units, int count
     f->next_grad_slot = 1;
     f->params.name = "parameter slices";
     f->grads.name = "gradient slices";
+    f->agreement.name = "parts of the norm";
     units_lay_out(f);
     slices_take(f);
     slots_take(f);
@@ -243,7 +250,7 @@ static void fetch(Fsdp *f, const float *slices, int unit, int t, int64_t first, 
         if (piece.count <= skipped) continue;
         float *place = out + (piece.in_tensor + skipped - (size_t)first);
         size_t n = piece.count - skipped;
-        if (rank == f->rank)
+        if (rank == f->rank && !device_planning(f->device))
             memcpy(place, slices + f->places[unit].first + piece.in_slice + skipped, n * sizeof(float));
         comm_broadcast(f->comm, place, n * sizeof(float), rank);
     }
@@ -328,14 +335,33 @@ void fsdp_release(Fsdp *f, int unit) {
 // ---------------------------------------------------------------------------------------------------------------------
 // gradients
 
+static bool same_layout(const FsdpUnit *a, const FsdpUnit *b) {
+    if (a->count != b->count) return false;
+    for (int t = 0; t < a->count; t++)
+        if (a->tensors[t].stored != b->tensors[t].stored) return false;
+    return true;
+}
+
+// Layers write their tensors and nothing between and after them. That must be 0, and is, unless the slot held a unit of
+// another layout before.
 float *fsdp_grad(Fsdp *f, int unit) {
-    int number = unit == FSDP_ROOT ? FSDP_ROOT : f->next_grad_slot;
+    for (int s = 0; s < 1 + GRAD_SLOTS; s++)
+        if (f->grad_slots[s].unit == unit) refuse(f, unit, "asks for a gradient slot while it holds one");
+    int number = FSDP_ROOT;
+    if (unit != FSDP_ROOT) {
+        number = f->next_grad_slot;
+        if (f->grad_slots[number].unit >= 0) number = number % GRAD_SLOTS + 1;
+        f->next_grad_slot = number % GRAD_SLOTS + 1;
+    }
     GradSlot *slot = &f->grad_slots[number];
-    if (slot->unit >= 0) refuse(f, unit, "asks for a gradient slot while both hold gradients that were not reduced");
-    if (unit != FSDP_ROOT) f->next_grad_slot = number % GRAD_SLOTS + 1;
+    if (slot->unit >= 0)
+        refuse(f, unit, "asks for a gradient slot while both hold gradients that were not reduced");
     slot->unit = unit;
     stream_wait(device_compute(f->device), slot->reduced);
     stream_writes(device_compute(f->device), &slot->shared, "fsdp_grad");
+    if (slot->last >= 0 && !same_layout(&f->units[slot->last], &f->units[unit]))
+        fill_zero(f->ops, slot->memory, f->places[unit].size, F32);
+    slot->last = unit;
     return slot->memory;
 }
 
@@ -356,14 +382,15 @@ void fsdp_reduce(Fsdp *f, int unit) {
     for (int s = 0; s < 1 + GRAD_SLOTS; s++)
         if (f->grad_slots[s].unit == unit) slot = &f->grad_slots[s];
     if (!slot) refuse(f, unit, "is reduced without a gradient");
-    if (place->reduced == f->options.micro_steps) refuse(f, unit, "is reduced more often than there are micro-steps");
+    if (place->reduced == f->options.micro_steps)
+        refuse(f, unit, "is reduced more often than there are micro-steps");
     Stream *compute = device_compute(f->device), *stream = comm_stream(f->comm);
     event_record(slot->filled, compute);
     stream_wait(stream, slot->filled);
     stream_reads(stream, &slot->shared, "fsdp_reduce");
     stream_writes(stream, &f->grads, "fsdp_reduce");
     comm_phase(f->comm, place->reduce_phase);
-    size_t most = f->exchange_count ? f->exchange_count : place->slice;
+    const size_t most = f->exchange_count;
     for (size_t first = 0; first < place->slice; first += most) {
         size_t left = place->slice - first;
         CommReduce reduce = {.leaf = slot->memory + first,
@@ -384,12 +411,15 @@ void fsdp_reduce(Fsdp *f, int unit) {
 // Agrees on small values that compute has written and will read.
 static void agree(Fsdp *f, void *values, size_t count, CommOp op) {
     Stream *compute = device_compute(f->device), *stream = comm_stream(f->comm);
+    stream_writes(compute, &f->agreement, "fsdp_norm");
     event_record(f->computed, compute);
     stream_wait(stream, f->computed);
+    stream_writes(stream, &f->agreement, "all-reduce of the norm");
     comm_phase(f->comm, "agreement on the gradient's norm");
     comm_all_reduce(f->comm, values, count, op);
     event_record(f->agreed, stream);
     stream_wait(compute, f->agreed);
+    stream_reads(compute, &f->agreement, "fsdp_norm");
 }
 
 double fsdp_norm(Fsdp *f, float clip, const char **unit) {
@@ -400,9 +430,11 @@ double fsdp_norm(Fsdp *f, float clip, const char **unit) {
     }
     for (int s = 0; s < 1 + GRAD_SLOTS; s++) stream_wait(compute, f->grad_slots[s].reduced);
     stream_reads(compute, &f->grads, "fsdp_norm");
+    f->normed = true;
     if (device_planning(f->device)) return 0;
     for (int u = 0; u <= f->count; u++) f->bits[u] = 0;
-    for (int u = 0; u < f->count; u++) absmax(f->ops, &f->bits[u], f->grad + f->places[u].first, f->places[u].slice);
+    for (int u = 0; u < f->count; u++)
+        absmax(f->ops, &f->bits[u], f->grad + f->places[u].first, f->places[u].slice);
     agree(f, f->bits, (size_t)f->count, COMM_U32_MAX);
     event_synchronize(f->agreed);
     uint32_t *most = &f->bits[f->count];
@@ -421,6 +453,8 @@ double fsdp_norm(Fsdp *f, float clip, const char **unit) {
 void fsdp_update(Fsdp *f, AdamW settings, int64_t step) {
     Stream *compute = device_compute(f->device);
     float decay = settings.decay;
+    if (!f->normed) refuse(f, FSDP_ROOT, "is updated before its gradient's norm is known");
+    f->normed = false;
     settings.correction1 = (float)(1.0 - pow((double)settings.beta1, (double)step));
     settings.correction2 = (float)(1.0 - pow((double)settings.beta2, (double)step));
     for (int s = 0; s < f->slot_count; s++) {
@@ -438,8 +472,8 @@ void fsdp_update(Fsdp *f, AdamW settings, int64_t step) {
             void *low = f->low ? (uint16_t *)f->low + first : NULL;
             settings.decay = tensor->decay ? decay : 0;
             if (piece.count > 0)
-                adamw(f->ops, f->master + first, f->m + first, f->v + first, low, f->grad + first, piece.count, f->scale,
-                      settings);
+                adamw(f->ops, f->master + first, f->m + first, f->v + first, low, f->grad + first, piece.count,
+                      f->scale, settings);
         }
     params_changed(f);
 }

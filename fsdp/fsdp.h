@@ -44,13 +44,13 @@ enum { FSDP_ALIGN = 64, FSDP_ROOT = 0 };
 typedef struct {
     char name[48];
     int ndim;
-    int64_t shape[2];   // as files know it
-    int64_t stored;     // elements in memory, at least the product of shape; those beyond it are and stay 0
-    float init_normal;  // initial values: this standard deviation,
-    float init_value;   // or, when that is 0, this constant
-    bool decay;         // takes part in weight decay
-    uint32_t number;    // within the model, whatever unit it is in; keys its initial values
-    size_t offset;      // within the unit; set by fsdp_open
+    int64_t shape[2];  // as files know it
+    int64_t stored;    // elements in memory, at least the product of shape; those beyond it are and stay 0
+    float init_normal; // initial values: this standard deviation,
+    float init_value;  // or, when that is 0, this constant
+    bool decay;        // takes part in weight decay
+    uint32_t number;   // within the model, whatever unit it is in; keys its initial values
+    size_t offset;     // within the unit; set by fsdp_open
 } FsdpTensor;
 
 typedef struct {

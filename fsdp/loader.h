@@ -32,13 +32,13 @@ extern "C" {
 typedef struct Loader Loader;
 
 typedef struct {
-    const char *option;  // the option the glob came from, for messages: "--train-data"
-    const char *glob;    // shell pattern of shard files (glob(3)); one match at least
-    int64_t T;           // tokens per sequence
-    int64_t vocab;       // a token id at or beyond this ends the run, naming shard and position
-    bool every_target;   // evaluation: the short rest of a shard is a sequence too
-    bool shuffle;        // permute each epoch
-    uint64_t seed;       // of the permutation
+    const char *option; // the option the glob came from, for messages: "--train-data"
+    const char *glob;   // shell pattern of shard files (glob(3)); one match at least
+    int64_t T;          // tokens per sequence
+    int64_t vocab;      // a token id at or beyond this ends the run, naming shard and position
+    bool every_target;  // evaluation: the short rest of a shard is a sequence too
+    bool shuffle;       // permute each epoch
+    uint64_t seed;      // of the permutation
 } LoaderOptions;
 
 // Opens and checks every shard (header, size). Dies if there is none, or not one whole sequence (training) or not one

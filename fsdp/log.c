@@ -11,7 +11,7 @@
 #include <string.h>   // strerror
 #include <sys/stat.h> // mkdir
 #include <time.h>     // clock_gettime
-#include <unistd.h>   // isatty
+#include <unistd.h>   // isatty, readlink
 
 struct Log {
     FILE *file;
@@ -26,8 +26,7 @@ static double now(void) {
     return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
 }
 
-// mkdir -p
-static void folder_make(const char *path) {
+void folder_make(const char *path, const char *option) {
     char part[1024];
     snprintf(part, sizeof part, "%s", path);
     for (char *slash = part + 1;; slash++) {
@@ -35,20 +34,33 @@ static void folder_make(const char *path) {
         char kept = *slash;
         *slash = '\0';
         if (mkdir(part, 0777) != 0 && errno != EEXIST)
-            die(EXIT_CODE_FAILURE, "choose an --output that can be written to", "cannot make folder %s: %s", part,
-                strerror(errno));
+            die(EXIT_CODE_FAILURE, "choose a folder that can be written to", "%s %s: cannot make folder %s: %s",
+                option, path, part, strerror(errno));
         *slash = kept;
         if (kept == '\0') return;
     }
+}
+
+// Whether a person watches. mpirun gives rank 0 a terminal of its own wherever its output goes, so the parent's output,
+// where the system tells (Linux), must be one too.
+static bool watched(void) {
+    char link[64], target[256];
+    if (!isatty(STDOUT_FILENO)) return false;
+    snprintf(link, sizeof link, "/proc/%d/fd/1", (int)getppid());
+    ssize_t length = readlink(link, target, sizeof target - 1);
+    if (length < 0) return true;
+    target[length] = '\0';
+    return strncmp(target, "/dev/pts/", 9) == 0 || strncmp(target, "/dev/tty", 8) == 0 ||
+           strcmp(target, "/dev/console") == 0;
 }
 
 Log *log_open(bool active, const char *output) {
     if (!active) return NULL;
     Log *log = (Log *)calloc(1, sizeof *log);
     if (!log) die(EXIT_CODE_FAILURE, NULL, "out of memory");
-    log->terminal = isatty(STDOUT_FILENO);
+    log->terminal = watched();
     if (!output) return log;
-    folder_make(output);
+    folder_make(output, "--output");
     snprintf(log->path, sizeof log->path, "%s/log.jsonl", output);
     log->file = fopen(log->path, "wx"); // x: never over another run's
     if (!log->file && errno == EEXIST)
@@ -89,8 +101,10 @@ static void bar_draw(Log *log, const LogTrain *train) {
 
 const char *log_duration(double seconds, char *text, int size) {
     long s = seconds > 0 && seconds < 1e9 ? (long)(seconds + 0.5) : 0;
-    if (s >= 3600) snprintf(text, (size_t)size, "%ld:%02ld:%02ld", s / 3600, s / 60 % 60, s % 60);
-    else snprintf(text, (size_t)size, "%ld:%02ld", s / 60, s % 60);
+    if (s >= 3600)
+        snprintf(text, (size_t)size, "%ld:%02ld:%02ld", s / 3600, s / 60 % 60, s % 60);
+    else
+        snprintf(text, (size_t)size, "%ld:%02ld", s / 60, s % 60);
     return text;
 }
 
@@ -110,8 +124,10 @@ void log_say(Log *log, const char *format, ...) {
 
 // A number as JSON: what is not finite becomes null.
 static const char *number(double x, char *text, int size) {
-    if (isfinite(x)) snprintf(text, (size_t)size, "%.9g", x);
-    else snprintf(text, (size_t)size, "null");
+    if (isfinite(x))
+        snprintf(text, (size_t)size, "%.9g", x);
+    else
+        snprintf(text, (size_t)size, "null");
     return text;
 }
 
@@ -140,9 +156,11 @@ void log_train(Log *log, const LogTrain *train) {
     char loss[32], norm[32], lr[32], ms[32], speed[32], mfu[32], left[32];
     double time = now();
     if (train->step <= 10 || train->step == train->steps || time - log->last_line >= 1) {
-        log_say(log, "step %6lld/%lld | loss %.6f | norm %8.4f | lr %.2e | %8.2f ms | %7.0f tok/s | mfu %4.1f%% | %s left",
-                (long long)train->step, (long long)train->steps, train->loss, train->grad_norm, train->lr, train->ms,
-                train->tokens_per_s, 100 * train->mfu, log_duration(train->seconds_left, left, sizeof left));
+        log_say(
+            log,
+            "step %6lld/%lld | loss %.6f | norm %8.4f | lr %.2e | %8.2f ms | %7.0f tok/s | mfu %4.1f%% | %s left",
+            (long long)train->step, (long long)train->steps, train->loss, train->grad_norm, train->lr, train->ms,
+            train->tokens_per_s, 100 * train->mfu, log_duration(train->seconds_left, left, sizeof left));
         log->last_line = time;
     }
     if (log->terminal) {
@@ -152,15 +170,16 @@ void log_train(Log *log, const LogTrain *train) {
     line(log,
          "{\"event\":\"train\",\"step\":%lld,\"loss\":%s,\"grad_norm\":%s,\"lr\":%s,\"tokens\":%lld,\"ms\":%s,"
          "\"tokens_per_s\":%s,\"mfu\":%s,\"skipped\":false}",
-         (long long)train->step, number(train->loss, loss, sizeof loss), number(train->grad_norm, norm, sizeof norm),
-         number(train->lr, lr, sizeof lr), (long long)train->tokens, number(train->ms, ms, sizeof ms),
-         number(train->tokens_per_s, speed, sizeof speed), number(train->mfu, mfu, sizeof mfu));
+         (long long)train->step, number(train->loss, loss, sizeof loss),
+         number(train->grad_norm, norm, sizeof norm), number(train->lr, lr, sizeof lr), (long long)train->tokens,
+         number(train->ms, ms, sizeof ms), number(train->tokens_per_s, speed, sizeof speed),
+         number(train->mfu, mfu, sizeof mfu));
 }
 
 void log_val(Log *log, int64_t step, double loss, double loss_late, int64_t tokens) {
     char text[32], late[32];
-    log_say(log, "validation at step %lld: loss %.6f over %lld tokens (second half of the context %.6f)", (long long)step,
-            loss, (long long)tokens, loss_late);
+    log_say(log, "validation at step %lld: loss %.6f over %lld tokens (second half of the context %.6f)",
+            (long long)step, loss, (long long)tokens, loss_late);
     line(log, "{\"event\":\"val\",\"step\":%lld,\"loss\":%s,\"tokens\":%lld,\"loss_late\":%s}", (long long)step,
          number(loss, text, sizeof text), (long long)tokens, number(loss_late, late, sizeof late));
 }

@@ -22,6 +22,9 @@ extern "C" {
 
 typedef struct Log Log;
 
+// Makes a folder and those above it, as far as they are missing. option: which names it, for the message.
+void folder_make(const char *path, const char *option);
+
 // active: whether this rank logs at all. output: a folder, made when missing; NULL: console only. Dies with
 // EXIT_CODE_USAGE when the folder already holds a run.
 Log *log_open(bool active, const char *output);
@@ -37,15 +40,15 @@ void log_say(Log *log, const char *format, ...);
 void log_config(Log *log, json_t *fields);
 
 typedef struct {
-    int64_t step, steps;   // from 1
-    double loss;           // nats per token, of the step's global batch before the update
-    double grad_norm;      // before clipping
+    int64_t step, steps; // from 1
+    double loss;         // nats per token, of the step's global batch before the update
+    double grad_norm;    // before clipping
     double lr;
-    int64_t tokens;        // trained on so far
-    double ms;             // this step's
+    int64_t tokens; // trained on so far
+    double ms;      // this step's
     double tokens_per_s;
-    double mfu;            // model FLOPs over the measured peak, 0 … 1
-    double seconds_left;   // of the run
+    double mfu;          // model FLOPs over the measured peak, 0 … 1
+    double seconds_left; // of the run
 } LogTrain;
 void log_train(Log *log, const LogTrain *train);
 

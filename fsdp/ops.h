@@ -27,23 +27,23 @@ typedef struct Ops Ops;
 
 Ops *ops_open(Device *device, int threads);
 void ops_close(Ops *ops);
-bool ops_native_bf16(void);         // the processor multiplies bf16 itself
-const char *ops_description(void);  // library and instruction set, for the report
-double ops_flops(const Ops *ops);   // floating-point operations of all matrix products so far (2 per multiply-add)
+bool ops_native_bf16(void);        // the processor multiplies bf16 itself
+const char *ops_description(void); // library and instruction set, for the report
+double ops_flops(const Ops *ops);  // floating-point operations of all matrix products so far (2 per multiply-add)
 
 // out (B·T, C) = wte[token] + wpe[position];  tokens (B, T), wte (Vp, C), wpe (≥T, C)
-void embedding_forward(Ops *ops, void *out, const int *tokens, const void *wte, const void *wpe, int B, int T, int C,
-                       DType dtype);
+void embedding_forward(Ops *ops, void *out, const int *tokens, const void *wte, const void *wpe, int B, int T,
+                       int C, DType dtype);
 // dwte (Vp, C) += , dwpe (T, C) = ;  dout (B·T, C). Rows are added in the order of their tokens.
-void embedding_backward(Ops *ops, float *dwte, float *dwpe, const int *tokens, const void *dout, int B, int T, int C,
-                        DType dtype);
+void embedding_backward(Ops *ops, float *dwte, float *dwpe, const int *tokens, const void *dout, int B, int T,
+                        int C, DType dtype);
 
 // out = (x - mean) · rstd · w + b over each row of C;  rstd = 1/√(variance + 1e-5);  mean, rstd (N) or NULL both
-void layernorm_forward(Ops *ops, void *out, float *mean, float *rstd, const void *x, const void *w, const void *b, int N,
-                       int C, DType dtype);
+void layernorm_forward(Ops *ops, void *out, float *mean, float *rstd, const void *x, const void *w, const void *b,
+                       int N, int C, DType dtype);
 // sum = x + y, then out = layernorm(sum)
-void residual_layernorm_forward(Ops *ops, void *sum, void *out, float *mean, float *rstd, const void *x, const void *y,
-                                const void *w, const void *b, int N, int C, DType dtype);
+void residual_layernorm_forward(Ops *ops, void *sum, void *out, float *mean, float *rstd, const void *x,
+                                const void *y, const void *w, const void *b, int N, int C, DType dtype);
 // dx += , dw = , db =
 void layernorm_backward(Ops *ops, void *dx, float *dw, float *db, const void *dout, const void *x, const void *w,
                         const float *mean, const float *rstd, int N, int C, DType dtype);
@@ -52,10 +52,11 @@ void layernorm_backward(Ops *ops, void *dx, float *dw, float *db, const void *do
 void residual_forward(Ops *ops, void *out, const void *x, const void *y, size_t n, DType dtype);
 
 // out (N, OC) = x (N, C) · w (C, OC) + b (OC)
-void linear_forward(Ops *ops, void *out, const void *x, const void *w, const void *b, int N, int C, int OC, DType dtype);
+void linear_forward(Ops *ops, void *out, const void *x, const void *w, const void *b, int N, int C, int OC,
+                    DType dtype);
 // dx (N, C) = dout · wᵀ unless NULL;  dw (C, OC) = xᵀ · dout;  db (OC) = column sums of dout
-void linear_backward(Ops *ops, void *dx, float *dw, float *db, const void *dout, const void *x, const void *w, int N,
-                     int C, int OC, DType dtype);
+void linear_backward(Ops *ops, void *dx, float *dw, float *db, const void *dout, const void *x, const void *w,
+                     int N, int C, int OC, DType dtype);
 
 // GELU in its tanh form: x/2 · (1 + tanh(√(2/π)·(x + 0.044715 x³))), always from the stored (rounded) x
 void gelu_forward(Ops *ops, void *out, const void *x, size_t n, DType dtype);
@@ -65,18 +66,18 @@ void gelu_backward(Ops *ops, void *dx, const void *dout, const void *x, size_t n
 // lse (B, NH, T): log of each row's softmax denominator, all that is kept for backward. No T × T matrix is stored.
 void attention_forward(Ops *ops, void *out, float *lse, const void *qkv, int B, int T, int C, int NH, DType dtype);
 // dqkv like qkv;  dout, out like out
-void attention_backward(Ops *ops, void *dqkv, const void *dout, const void *out, const float *lse, const void *qkv, int B,
-                        int T, int C, int NH, DType dtype);
+void attention_backward(Ops *ops, void *dqkv, const void *dout, const void *out, const float *lse, const void *qkv,
+                        int B, int T, int C, int NH, DType dtype);
 
 // The tied head. logits (N, Vp) = x (N, C) · wteᵀ
 void unembed_forward(Ops *ops, void *logits, const void *x, const void *wte, int N, int C, int Vp, DType dtype);
 // dx (N, C) = dlogits · wte;  dwte (Vp, C) = dlogitsᵀ · x, or += when accumulate
-void unembed_backward(Ops *ops, void *dx, float *dwte, const void *dlogits, const void *x, const void *wte, int N, int C,
-                      int Vp, bool accumulate, DType dtype);
+void unembed_backward(Ops *ops, void *dx, float *dwte, const void *dlogits, const void *x, const void *wte, int N,
+                      int C, int Vp, bool accumulate, DType dtype);
 // losses (N) = -log softmax(logits[:V])[target];  logits become their gradient, (softmax - onehot) · scale, 0 from V to
 // Vp. A target of -1: loss 0, gradient 0. With scale 0 logits are left as they are (evaluation).
-void softmax_cross_entropy(Ops *ops, float *losses, void *logits, const int *targets, int N, int V, int Vp, float scale,
-                           DType dtype);
+void softmax_cross_entropy(Ops *ops, float *losses, void *logits, const int *targets, int N, int V, int Vp,
+                           float scale, DType dtype);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // over slices: n is a multiple of 64

@@ -40,8 +40,8 @@ double ops_flops(const Ops *ops) { return ops->flops; }
 // ---------------------------------------------------------------------------------------------------------------------
 // embedding
 
-void embedding_forward(Ops *ops, void *out, const int *tokens, const void *wte, const void *wpe, int B, int T, int C,
-                       DType dtype) {
+void embedding_forward(Ops *ops, void *out, const int *tokens, const void *wte, const void *wpe, int B, int T,
+                       int C, DType dtype) {
     if (ops->rehearsal) return;
     PARALLEL_FOR
     for (int row = 0; row < B * T; row++) {
@@ -59,8 +59,8 @@ void embedding_forward(Ops *ops, void *out, const int *tokens, const void *wte, 
 }
 
 // Each thread takes some columns of all rows, so that rows are added in order without a lock.
-void embedding_backward(Ops *ops, float *dwte, float *dwpe, const int *tokens, const void *dout, int B, int T, int C,
-                        DType dtype) {
+void embedding_backward(Ops *ops, float *dwte, float *dwpe, const int *tokens, const void *dout, int B, int T,
+                        int C, DType dtype) {
     enum { COLUMNS = 64 };
     if (ops->rehearsal) return;
     PARALLEL_FOR
@@ -82,7 +82,8 @@ void embedding_backward(Ops *ops, float *dwte, float *dwpe, const int *tokens, c
 
 static const float layernorm_eps = 1e-5f;
 
-static void layernorm_row(float *y, float *mean, float *rstd, const float *x, const float *w, const float *b, int C) {
+static void layernorm_row(float *y, float *mean, float *rstd, const float *x, const float *w, const float *b,
+                          int C) {
     float m = row_sum(x, C) / (float)C;
     for (int i = 0; i < C; i++) y[i] = x[i] - m;
     float s = 1.0f / sqrtf(row_dot(y, y, C) / (float)C + layernorm_eps);
@@ -97,11 +98,13 @@ static void layernorm_any(Ops *ops, void *sum, void *out, float *mean, float *rs
     size_t row_bytes = aligned((size_t)C * sizeof(float)), each = 3 * row_bytes;
     char *scratch = ops_scratch(ops, 2 * row_bytes + (size_t)ops->threads * each);
     if (ops->rehearsal) return;
-    const float *wf = row_in(w, 0, C, dtype, (float *)scratch), *bf = row_in(b, 0, C, dtype, (float *)(scratch + row_bytes));
+    const float *wf = row_in(w, 0, C, dtype, (float *)scratch),
+                *bf = row_in(b, 0, C, dtype, (float *)(scratch + row_bytes));
     PARALLEL_FOR
     for (int row = 0; row < N; row++) {
         char *own = scratch + 2 * row_bytes + (size_t)omp_get_thread_num() * each;
-        float *buffer = (float *)own, *buffer2 = (float *)(own + row_bytes), *out_buffer = (float *)(own + 2 * row_bytes);
+        float *buffer = (float *)own, *buffer2 = (float *)(own + row_bytes),
+              *out_buffer = (float *)(own + 2 * row_bytes);
         float m, s;
         size_t first = (size_t)row * C;
         const float *xf = row_in(x, first, C, dtype, buffer);
@@ -119,13 +122,13 @@ static void layernorm_any(Ops *ops, void *sum, void *out, float *mean, float *rs
     }
 }
 
-void layernorm_forward(Ops *ops, void *out, float *mean, float *rstd, const void *x, const void *w, const void *b, int N,
-                       int C, DType dtype) {
+void layernorm_forward(Ops *ops, void *out, float *mean, float *rstd, const void *x, const void *w, const void *b,
+                       int N, int C, DType dtype) {
     layernorm_any(ops, NULL, out, mean, rstd, x, NULL, w, b, N, C, dtype);
 }
 
-void residual_layernorm_forward(Ops *ops, void *sum, void *out, float *mean, float *rstd, const void *x, const void *y,
-                                const void *w, const void *b, int N, int C, DType dtype) {
+void residual_layernorm_forward(Ops *ops, void *sum, void *out, float *mean, float *rstd, const void *x,
+                                const void *y, const void *w, const void *b, int N, int C, DType dtype) {
     layernorm_any(ops, sum, out, mean, rstd, x, y, w, b, N, C, dtype);
 }
 
@@ -156,8 +159,8 @@ static void join_partials(Ops *ops, float *out, const float *partial, int blocks
 }
 
 // With x̂ = (x - mean)·rstd and g = dout·w:  dx += rstd · (g - mean(g) - x̂·mean(g·x̂)).  buffer: C floats.
-static void layernorm_backward_row(float *dx, float *dw, float *db, float *buffer, const float *dout, const float *x,
-                                   const float *w, float mean, float rstd, int C) {
+static void layernorm_backward_row(float *dx, float *dw, float *db, float *buffer, const float *dout,
+                                   const float *x, const float *w, float mean, float rstd, int C) {
     float inverse = 1.0f / (float)C;
     for (int i = 0; i < C; i++) {
         float normed = (x[i] - mean) * rstd;
@@ -179,7 +182,8 @@ static void layernorm_backward_row(float *dx, float *dw, float *db, float *buffe
 void layernorm_backward(Ops *ops, void *dx, float *dw, float *db, const void *dout, const void *x, const void *w,
                         const float *mean, const float *rstd, int N, int C, DType dtype) {
     int blocks = blocks_of((size_t)N, ROW_BLOCK);
-    size_t row_bytes = aligned((size_t)C * sizeof(float)), each = 4 * row_bytes, stride = 2 * row_bytes / sizeof(float);
+    size_t row_bytes = aligned((size_t)C * sizeof(float)), each = 4 * row_bytes,
+           stride = 2 * row_bytes / sizeof(float);
     char *scratch = ops_scratch(ops, row_bytes + (size_t)ops->threads * each + (size_t)blocks * 2 * row_bytes);
     if (ops->rehearsal) return;
     const float *wf = row_in(w, 0, C, dtype, (float *)scratch);
@@ -214,7 +218,8 @@ static int tile_columns(int C) { return least(C, C >= 512 ? 128 : 64); }
 static void product_by_rows(Ops *ops, void *out, const void *x, const void *w, const void *b, int N, int C, int OC,
                             bool transposed, DType dtype) {
     int tile = tile_rows(N), rest = N % tile;
-    Product product = {.M = tile, .N = OC, .K = C, .b_transposed = transposed, .bias = b != NULL, .in = dtype, .out = dtype};
+    Product product = {
+        .M = tile, .N = OC, .K = C, .b_transposed = transposed, .bias = b != NULL, .in = dtype, .out = dtype};
     int whole = products_find(ops->products, product), last = whole;
     product.M = rest;
     if (rest) last = products_find(ops->products, product);
@@ -245,7 +250,8 @@ static ColumnProducts column_products(Ops *ops, int tile, int N, int C, int OC, 
         int last_tile = i >> 2 & 1, last_rows = i >> 1 & 1, later = i & 1;
         int M = last_tile ? C % tile : tile, K = last_rows ? N % rows : rows;
         if (M == 0 || K == 0 || (later && N <= rows && !accumulate)) continue;
-        Product product = {.M = M, .N = OC, .K = K, .a_transposed = true, .accumulate = later || accumulate, .in = dtype};
+        Product product = {
+            .M = M, .N = OC, .K = K, .a_transposed = true, .accumulate = later || accumulate, .in = dtype};
         int number = products_find(ops->products, product);
         found.number[last_tile][last_rows][later] = number;
         size_t scratch = product_scratch(ops->products, number);
@@ -257,15 +263,17 @@ static ColumnProducts column_products(Ops *ops, int tile, int N, int C, int OC, 
 // The columns c … c+n-1 of a (rows, C) matrix as a dense (rows, n) one.
 static void copy_columns(void *out, const void *x, int rows, int C, int c, int n, DType dtype) {
     for (int row = 0; row < rows; row++)
-        memcpy(at_mutable(out, (size_t)row * n, dtype), at(x, (size_t)row * C + c, dtype), (size_t)n * dtype_size(dtype));
+        memcpy(at_mutable(out, (size_t)row * n, dtype), at(x, (size_t)row * C + c, dtype),
+               (size_t)n * dtype_size(dtype));
 }
 
 // out (C, OC), fp32, = xᵀ · y with x (N, C) and y (N, OC), or += when accumulate: a tile of x's columns at a time.
-static void product_of_columns(Ops *ops, float *out, const void *x, const void *y, int N, int C, int OC, bool accumulate,
-                               DType dtype) {
+static void product_of_columns(Ops *ops, float *out, const void *x, const void *y, int N, int C, int OC,
+                               bool accumulate, DType dtype) {
     int tile = tile_columns(C), rows = least(N, PRODUCT_ROWS);
     ColumnProducts products = column_products(ops, tile, N, C, OC, accumulate, dtype);
-    size_t columns_bytes = aligned((size_t)rows * tile * dtype_size(dtype)), each = columns_bytes + products.scratch;
+    size_t columns_bytes = aligned((size_t)rows * tile * dtype_size(dtype)),
+           each = columns_bytes + products.scratch;
     char *scratch = ops_scratch(ops, (size_t)ops->threads * each);
     ops->flops += 2.0 * N * C * OC;
     if (ops->rehearsal) return;
@@ -276,8 +284,9 @@ static void product_of_columns(Ops *ops, float *out, const void *x, const void *
         for (int row = 0; row < N; row += rows) {
             int count = least(rows, N - row);
             copy_columns(columns, at(x, (size_t)row * C, dtype), count, C, c, n, dtype);
-            product_run(ops->products, products.number[n < tile][count < rows][row > 0], thread, out + (size_t)c * OC,
-                        columns, at(y, (size_t)row * OC, dtype), NULL, columns + columns_bytes);
+            product_run(ops->products, products.number[n < tile][count < rows][row > 0], thread,
+                        out + (size_t)c * OC, columns, at(y, (size_t)row * OC, dtype), NULL,
+                        columns + columns_bytes);
         }
     }
 }
@@ -301,12 +310,13 @@ static void column_sums(Ops *ops, float *out, const void *x, int N, int columns,
     join_partials(ops, out, partials, blocks, (size_t)columns, columns);
 }
 
-void linear_forward(Ops *ops, void *out, const void *x, const void *w, const void *b, int N, int C, int OC, DType dtype) {
+void linear_forward(Ops *ops, void *out, const void *x, const void *w, const void *b, int N, int C, int OC,
+                    DType dtype) {
     product_by_rows(ops, out, x, w, b, N, C, OC, false, dtype);
 }
 
-void linear_backward(Ops *ops, void *dx, float *dw, float *db, const void *dout, const void *x, const void *w, int N,
-                     int C, int OC, DType dtype) {
+void linear_backward(Ops *ops, void *dx, float *dw, float *db, const void *dout, const void *x, const void *w,
+                     int N, int C, int OC, DType dtype) {
     column_sums(ops, db, dout, N, OC, dtype);
     product_of_columns(ops, dw, x, dout, N, C, OC, false, dtype);
     if (dx) product_by_rows(ops, dx, dout, w, NULL, N, OC, C, true, dtype);
@@ -316,8 +326,8 @@ void unembed_forward(Ops *ops, void *logits, const void *x, const void *wte, int
     product_by_rows(ops, logits, x, wte, NULL, N, C, Vp, true, dtype);
 }
 
-void unembed_backward(Ops *ops, void *dx, float *dwte, const void *dlogits, const void *x, const void *wte, int N, int C,
-                      int Vp, bool accumulate, DType dtype) {
+void unembed_backward(Ops *ops, void *dx, float *dwte, const void *dlogits, const void *x, const void *wte, int N,
+                      int C, int Vp, bool accumulate, DType dtype) {
     product_of_columns(ops, dwte, dlogits, x, N, Vp, C, accumulate, dtype);
     product_by_rows(ops, dx, dlogits, wte, NULL, N, Vp, C, false, dtype);
 }
@@ -350,7 +360,8 @@ void gelu_backward(Ops *ops, void *dx, const void *dout, const void *x, size_t n
         float x_buffer[VECTOR_BLOCK], d_buffer[VECTOR_BLOCK], out_buffer[VECTOR_BLOCK];
         size_t first = (size_t)block * VECTOR_BLOCK;
         int count = n - first < VECTOR_BLOCK ? (int)(n - first) : VECTOR_BLOCK;
-        const float *xf = row_in(x, first, count, dtype, x_buffer), *df = row_in(dout, first, count, dtype, d_buffer);
+        const float *xf = row_in(x, first, count, dtype, x_buffer),
+                    *df = row_in(dout, first, count, dtype, d_buffer);
         float *of = row_out(dx, first, dtype, out_buffer);
         for (int i = 0; i < count; i++) {
             float square = xf[i] * xf[i], slope = gelu_linear + 3 * gelu_cubic * square;
@@ -380,8 +391,8 @@ static float cross_entropy_row(float *x, int V, int target, float *scale) {
     return (float)(log(total) + ((double)max - (double)target_logit));
 }
 
-void softmax_cross_entropy(Ops *ops, float *losses, void *logits, const int *targets, int N, int V, int Vp, float scale,
-                           DType dtype) {
+void softmax_cross_entropy(Ops *ops, float *losses, void *logits, const int *targets, int N, int V, int Vp,
+                           float scale, DType dtype) {
     size_t each = aligned((size_t)Vp * sizeof(float));
     char *scratch = ops_scratch(ops, (size_t)ops->threads * each);
     if (ops->rehearsal) return;
@@ -401,8 +412,10 @@ void softmax_cross_entropy(Ops *ops, float *losses, void *logits, const int *tar
         for (int i = 0; i < V; i++) x[i] = x[i] * inverse * scale;
         x[targets[row]] -= scale;
         memset(x + V, 0, (size_t)(Vp - V) * sizeof(float));
-        if (dtype == F32) memcpy(stored, x, (size_t)Vp * sizeof(float));
-        else row_stored(stored, 0, Vp, dtype, x);
+        if (dtype == F32)
+            memcpy(stored, x, (size_t)Vp * sizeof(float));
+        else
+            row_stored(stored, 0, Vp, dtype, x);
     }
 }
 
@@ -412,7 +425,8 @@ void softmax_cross_entropy(Ops *ops, float *losses, void *logits, const int *tar
 // One block of AdamW; the loop that the compiler turns into vectors.
 static void adamw_block(float *w, float *m, float *v, const float *grad, int n, float scale, const AdamW *s) {
     float step = s->lr / s->correction1, shrink = s->lr * s->decay, root = 1.0f / s->correction2;
-    float beta1 = s->beta1, beta2 = s->beta2, eps = s->eps, one_less1 = 1.0f - s->beta1, one_less2 = 1.0f - s->beta2;
+    float beta1 = s->beta1, beta2 = s->beta2, eps = s->eps, one_less1 = 1.0f - s->beta1,
+          one_less2 = 1.0f - s->beta2;
     for (int i = 0; i < n; i++) {
         float g = scale * grad[i];
         m[i] = beta1 * m[i] + one_less1 * g;
@@ -507,8 +521,10 @@ void cast_from_f32(Ops *ops, void *out, const float *x, size_t n, DType dtype) {
     for (int block = 0; block < blocks_of(n, SLICE_BLOCK); block++) {
         size_t first = (size_t)block * SLICE_BLOCK;
         int count = n - first < SLICE_BLOCK ? (int)(n - first) : SLICE_BLOCK;
-        if (dtype == F32) memcpy((float *)out + first, x + first, (size_t)count * sizeof(float));
-        else row_stored(out, first, count, dtype, x + first);
+        if (dtype == F32)
+            memcpy((float *)out + first, x + first, (size_t)count * sizeof(float));
+        else
+            row_stored(out, first, count, dtype, x + first);
     }
 }
 
@@ -529,7 +545,8 @@ static void normal_four(float four[4], uint64_t seed, uint32_t tensor, uint64_t 
     philox4x32_key_t key = {{(uint32_t)seed, (uint32_t)(seed >> 32)}};
     philox4x32_ctr_t drawn = philox4x32(place, key);
     for (int pair = 0; pair < 2; pair++) {
-        double u = ((double)drawn.v[2 * pair] + 0.5) * 0x1p-32, angle = (double)drawn.v[2 * pair + 1] * (0x1p-31 * M_PI);
+        double u = ((double)drawn.v[2 * pair] + 0.5) * 0x1p-32,
+               angle = (double)drawn.v[2 * pair + 1] * (0x1p-31 * M_PI);
         double radius = (double)std * sqrt(-2.0 * log(u));
         four[2 * pair] = (float)(radius * cos(angle));
         four[2 * pair + 1] = (float)(radius * sin(angle));

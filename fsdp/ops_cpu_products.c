@@ -44,10 +44,10 @@ static void shape_make(Shape *shape, dnnl_dims_t dims, dnnl_data_type_t type, dn
 static void append_sum(dnnl_post_ops_t post) {
     check(dnnl_post_ops_append_sum(post, 1.0f, 0, dnnl_data_type_undef), "sum");
 }
-static dnnl_status_t matmul_make(dnnl_primitive_desc_t *made, dnnl_engine_t engine, const Shape shapes[4], bool bias,
-                                 dnnl_primitive_attr_t attributes) {
-    return dnnl_matmul_primitive_desc_create(made, engine, shapes[A], shapes[B], bias ? shapes[BIAS] : NULL, shapes[C],
-                                             attributes);
+static dnnl_status_t matmul_make(dnnl_primitive_desc_t *made, dnnl_engine_t engine, const Shape shapes[4],
+                                 bool bias, dnnl_primitive_attr_t attributes) {
+    return dnnl_matmul_primitive_desc_create(made, engine, shapes[A], shapes[B], bias ? shapes[BIAS] : NULL,
+                                             shapes[C], attributes);
 }
 #else
 typedef dnnl_memory_desc_t Shape;
@@ -57,10 +57,11 @@ static void shape_make(Shape *shape, dnnl_dims_t dims, dnnl_data_type_t type, dn
     check(dnnl_memory_desc_init_by_strides(shape, 2, dims, type, strides), "memory description");
 }
 static void append_sum(dnnl_post_ops_t post) { check(dnnl_post_ops_append_sum(post, 1.0f), "sum"); }
-static dnnl_status_t matmul_make(dnnl_primitive_desc_t *made, dnnl_engine_t engine, const Shape shapes[4], bool bias,
-                                 dnnl_primitive_attr_t attributes) {
+static dnnl_status_t matmul_make(dnnl_primitive_desc_t *made, dnnl_engine_t engine, const Shape shapes[4],
+                                 bool bias, dnnl_primitive_attr_t attributes) {
     dnnl_matmul_desc_t operation;
-    check(dnnl_matmul_desc_init(&operation, &shapes[A], &shapes[B], bias ? &shapes[BIAS] : NULL, &shapes[C]), "matmul");
+    check(dnnl_matmul_desc_init(&operation, &shapes[A], &shapes[B], bias ? &shapes[BIAS] : NULL, &shapes[C]),
+          "matmul");
     return dnnl_primitive_desc_create(made, &operation, attributes, engine, NULL);
 }
 #endif
@@ -152,8 +153,8 @@ static Prepared prepare(const Products *products, Product product) {
 
 static bool same(const Product *p, const Product *q) {
     return p->M == q->M && p->N == q->N && p->K == q->K && p->a_transposed == q->a_transposed &&
-           p->b_transposed == q->b_transposed && p->bias == q->bias && p->accumulate == q->accumulate && p->in == q->in &&
-           p->out == q->out;
+           p->b_transposed == q->b_transposed && p->bias == q->bias && p->accumulate == q->accumulate &&
+           p->in == q->in && p->out == q->out;
 }
 
 int products_find(Products *products, Product product) {
@@ -168,8 +169,8 @@ int products_find(Products *products, Product product) {
 
 size_t product_scratch(const Products *products, int number) { return products->prepared[number].scratch; }
 
-void product_run(Products *products, int number, int thread, void *c, const void *a, const void *b, const void *bias,
-                 void *scratch) {
+void product_run(Products *products, int number, int thread, void *c, const void *a, const void *b,
+                 const void *bias, void *scratch) {
     const Prepared *prepared = &products->prepared[number];
     dnnl_memory_t *memory = prepared->memory + thread * ROLES;
     assert(thread < products->threads);
@@ -208,6 +209,7 @@ const char *ops_description(void) {
     const dnnl_version_t *version = dnnl_version();
     int isa = (int)dnnl_get_effective_cpu_isa(), i = 0;
     while ((isa & names[i].isa) != names[i].isa) i++;
-    snprintf(text, sizeof text, "oneDNN %d.%d.%d on %s", version->major, version->minor, version->patch, names[i].name);
+    snprintf(text, sizeof text, "oneDNN %d.%d.%d on %s", version->major, version->minor, version->patch,
+             names[i].name);
     return text;
 }

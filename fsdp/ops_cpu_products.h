@@ -32,7 +32,7 @@ int products_find(Products *products, Product product);
 size_t product_scratch(const Products *products, int number);
 
 // c = a · b (+ bias) (+ c) in the calling thread, which is number `thread` of the region.
-void product_run(Products *products, int number, int thread, void *c, const void *a, const void *b, const void *bias,
-                 void *scratch);
+void product_run(Products *products, int number, int thread, void *c, const void *a, const void *b,
+                 const void *bias, void *scratch);
 
 #endif

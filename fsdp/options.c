@@ -54,7 +54,8 @@ static double number_of(const Option *option, const char *text, bool suffix) {
     if (suffix && x != (double)(int64_t)x)
         die(EXIT_CODE_USAGE, NULL, "--%s %s: expected a whole number", option->name, text);
     if (x < option->least || x > option->most)
-        die(EXIT_CODE_USAGE, NULL, "--%s %s: expected %.10g to %.10g", option->name, text, option->least, option->most);
+        die(EXIT_CODE_USAGE, NULL, "--%s %s: expected %.10g to %.10g", option->name, text, option->least,
+            option->most);
     return x;
 }
 
@@ -73,11 +74,21 @@ static void option_set(Option *option, const char *text) {
     if (option->given) die(EXIT_CODE_USAGE, NULL, "--%s is given twice", option->name);
     option->given = true;
     switch (option->kind) {
-    case OPTION_TEXT: *(const char **)option->value = text; break;
-    case OPTION_COUNT: *(int64_t *)option->value = (int64_t)number_of(option, text, true); break;
-    case OPTION_NUMBER: *(double *)option->value = number_of(option, text, false); break;
-    case OPTION_CHOICE: *(int *)option->value = choice_of(option, text); break;
-    case OPTION_FLAG: *(bool *)option->value = true; break;
+    case OPTION_TEXT:
+        *(const char **)option->value = text;
+        break;
+    case OPTION_COUNT:
+        *(int64_t *)option->value = (int64_t)number_of(option, text, true);
+        break;
+    case OPTION_NUMBER:
+        *(double *)option->value = number_of(option, text, false);
+        break;
+    case OPTION_CHOICE:
+        *(int *)option->value = choice_of(option, text);
+        break;
+    case OPTION_FLAG:
+        *(bool *)option->value = true;
+        break;
     }
 }
 
@@ -143,12 +154,21 @@ json_t *options_json(const Option *options, int count) {
     json_t *object = json_object(), *value = NULL;
     for (int i = 0; i < count; i++) {
         const Option *option = &options[i];
-        const char *text = option->kind == OPTION_TEXT ? *(const char **)option->value : NULL, *word = option->choices;
+        const char *text = option->kind == OPTION_TEXT ? *(const char **)option->value : NULL,
+                   *word = option->choices;
         switch (option->kind) {
-        case OPTION_TEXT: value = text ? json_string(text) : json_null(); break;
-        case OPTION_COUNT: value = json_integer(*(int64_t *)option->value); break;
-        case OPTION_NUMBER: value = json_real(*(double *)option->value); break;
-        case OPTION_FLAG: value = json_boolean(*(bool *)option->value); break;
+        case OPTION_TEXT:
+            value = text ? json_string(text) : json_null();
+            break;
+        case OPTION_COUNT:
+            value = json_integer(*(int64_t *)option->value);
+            break;
+        case OPTION_NUMBER:
+            value = json_real(*(double *)option->value);
+            break;
+        case OPTION_FLAG:
+            value = json_boolean(*(bool *)option->value);
+            break;
         case OPTION_CHOICE:
             for (int skip = *(int *)option->value; skip > 0; skip--) word += strcspn(word, ",") + 1;
             value = json_stringn(word, strcspn(word, ","));

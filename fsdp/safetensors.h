@@ -36,11 +36,12 @@ typedef struct Safetensors Safetensors;
 Safetensors *safetensors_open(const char *path);
 void safetensors_close(Safetensors *file);
 int safetensors_count(const Safetensors *file);
-const SafetensorsEntry *safetensors_entry(const Safetensors *file, int index); // in the order of their data
+const SafetensorsEntry *safetensors_entry(const Safetensors *file, int index);       // in the order of their data
 const SafetensorsEntry *safetensors_find(const Safetensors *file, const char *name); // NULL when absent
 
 // Elements first … first+count-1 of an F32, F16 or BF16 tensor as fp32.
-void safetensors_read(const Safetensors *file, const SafetensorsEntry *entry, int64_t first, int64_t count, float *out);
+void safetensors_read(const Safetensors *file, const SafetensorsEntry *entry, int64_t first, int64_t count,
+                      float *out);
 
 // Writing: the header is fixed first from name, dtype (F32 or BF16) and shape of every tensor in order, the other
 // fields being ignored; then the data is appended front to back, in any number of pieces of fp32 that are converted

@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
 # Installs what building and testing need and this machine lacks; says nothing when it lacks nothing.
 #
+#   scripts/deps.sh        what everyone needs
+#   scripts/deps.sh kjv    also the program `bible`, whose text `make run DATA=kjv` trains on
+#
 # It looks for the compiler, headers, libraries and programs themselves, so what was installed by other means counts.
 # With apt-get and the rights to use it the missing packages are installed; elsewhere the command is printed.
 set -euo pipefail
@@ -36,6 +39,8 @@ have() {
         builds "$cc" $'#include <stdarg.h>\n#include <stddef.h>\n#include <stdint.h>\n#include <setjmp.h>\n#include <cmocka.h>' \
             -lcmocka
         ;;
+    kjv) there bible ;;
+    *) echo "usage: scripts/deps.sh [kjv]" >&2 && exit 2 ;;
     esac
 }
 
@@ -51,6 +56,7 @@ package() {
     apt-get:jansson) echo libjansson-dev ;;
     apt-get:random123) echo librandom123-dev ;;
     apt-get:cmocka) echo libcmocka-dev ;;
+    apt-get:kjv) echo bible-kjv ;;
     brew:openmp) echo libomp ;;
     brew:compiler) echo gcc ;;
     *:compiler) echo gcc ;;
@@ -70,11 +76,13 @@ package() {
     esac
 }
 
+needed=(compiler openmp make mpi mpirun onednn jansson random123 cmocka "$@")
+
 # Sets missing: the names of what is needed and not there.
 look() {
     local name
     missing=()
-    for name in compiler openmp make mpi mpirun onednn jansson random123 cmocka; do
+    for name in "${needed[@]}"; do
         have "$name" || missing+=("$name")
     done
 }
@@ -90,6 +98,8 @@ choose() {
         elif [[ $name == random123 ]]; then
             echo "Random123 is headers only: put include/Random123 of https://github.com/DEShawResearch/random123" \
                 "into /usr/local/include" >&2
+        elif [[ $name == kjv ]]; then
+            echo "kjv is the package bible-kjv of Debian and Ubuntu; elsewhere train on a text: make run DATA=FILE" >&2
         fi
     done
     packages=($(printf '%s\n' "${packages[@]}" | awk '!seen[$0]++'))

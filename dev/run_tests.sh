@@ -1,0 +1,108 @@
+#!/usr/bin/env bash
+# Runs every test program and script, shows the output of those that fail and closes with "N passed, N failed".
+#
+#   BUILD=build/address-undefined   another build's programs (default: build)
+#   VERBOSE=1                       a line for each, with the seconds it took
+#   TIMEOUT=N                       seconds that each may take (default: 300)
+set -u
+cd "$(dirname "$0")/.." || exit 1
+
+BUILD=${BUILD:-build}
+TIMEOUT=${TIMEOUT:-300}
+# The normal build's programs lie where their users look for them, the others' in their own folder.
+if [[ $BUILD == build ]]; then TRAIN=./train_gpt; else TRAIN=$BUILD/train_gpt; fi
+export TRAIN
+
+# Threads that wait must not take the cores of those that work: there may be more ranks than cores.
+export LC_ALL=C OMP_WAIT_POLICY=passive
+unset OMP_NUM_THREADS ${!OPENBLAS_@}
+if (($(id -u) == 0)); then export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1; fi
+# Sandboxes may forbid ranks to copy from each other's memory directly.
+export OMPI_MCA_btl_vader_single_copy_mechanism=${OMPI_MCA_btl_vader_single_copy_mechanism:-none}
+# What sanitizers report about MPI's own libraries; those keep no frame pointers.
+export ASAN_OPTIONS=${ASAN_OPTIONS:-fast_unwind_on_malloc=0}
+export LSAN_OPTIONS=${LSAN_OPTIONS:-suppressions=$PWD/dev/lsan.supp:print_suppressions=0}
+export TSAN_OPTIONS=${TSAN_OPTIONS:-suppressions=$PWD/dev/tsan.supp}
+
+logs=$(mktemp -d)
+log=$logs/output
+trap 'rm -rf "$logs"' EXIT
+trap 'exit 1' INT TERM
+all_passed=0
+all_failed=0
+
+# ended NAME CODE PASSED FAILED: takes the counts down. A program that ended badly without naming a failed test, or well
+# without naming a passed one, is itself a failed test.
+ended() {
+    local name=$1 code=$2 passed=$3 failed=$4 how="exit code $2" file
+    ((code == 0 || failed > 0)) || failed=1
+    ((code != 0 || passed + failed > 0)) || failed=1
+    ((code != 124 && code != 137)) || how="not done after $TIMEOUT s"
+    ((code != 127)) || how='not there'
+    all_passed=$((all_passed + passed))
+    all_failed=$((all_failed + failed))
+    if ((failed > 0)); then
+        echo "--- $name: $passed passed, $failed failed, $how"
+        for file in "$logs"/*; do
+            [[ $file == "$log" ]] || echo "--- rank ${file##*.}"
+            # Of other ranks than 0 the end is enough.
+            if [[ $file == "$log" || $file == *.0 ]]; then cat "$file"; else tail -n 20 "$file"; fi
+        done
+    elif [[ ${VERBOSE:-0} == 1 ]]; then
+        printf '%7s s  %4d  %s\n' "$took" "$passed" "$name"
+    fi
+}
+
+# timed COMMAND...: sets code and took; output to the log.
+timed() {
+    local begin=$EPOCHREALTIME
+    rm -f "$logs"/*
+    timeout -k 10 "$TIMEOUT" "$@" >"$log" 2>&1 </dev/null
+    code=$?
+    took=$(awk "BEGIN { printf \"%.1f\", $EPOCHREALTIME - $begin }")
+}
+
+# counts WORD: for each log with a summary of cmocka's, how many tests it says have PASSED or FAILED.
+counts() {
+    local file
+    for file in "$logs"/*; do
+        grep -aqE '\[  (PASSED|FAILED)  \] [0-9]+ test' "$file" || continue
+        grep -aoE "\[  $1  \] [0-9]+ test" "$file" | awk '{ n += $4 } END { print n + 0 }'
+    done
+}
+
+# program NAME [RANKS]: a program of cmocka's; with more than one rank under mpirun, each with a log of its own. Passed is
+# what all ranks say has passed, failed what any says has failed.
+program() {
+    local path=$BUILD/$1 ranks=${2:-1} name=$1 passed failed
+    ((ranks == 1)) || name="$1, $ranks ranks"
+    if [[ ! -x $path ]]; then
+        rm -f "$logs"/*
+        echo "$path is not there" >"$log"
+        ended "$name" 127 0 1
+        return
+    fi
+    if ((ranks == 1)); then timed "$path"
+    else timed mpirun --oversubscribe -n "$ranks" sh -c 'exec "$0" >"$1.$OMPI_COMM_WORLD_RANK" 2>&1' "$path" "$log"
+    fi
+    passed=$(counts PASSED | sort -n | head -n 1)
+    failed=$(counts FAILED | sort -n | tail -n 1)
+    ended "$name" "$code" "${passed:-0}" "${failed:-0}"
+}
+
+# script PATH: its last line is "N passed, N failed".
+script() {
+    local passed=0 failed=0
+    timed "$1"
+    read -r passed failed < <(sed -nE '$s/^([0-9]+) passed, ([0-9]+) failed$/\1 \2/p' "$log")
+    ended "$1" "$code" "${passed:-0}" "${failed:-0}"
+}
+
+for name in test_ops test_loader test_safetensors test_data test_device; do program $name; done
+for name in test_comm test_fsdp test_gpt; do
+    for ranks in 1 2 3 4 8; do program $name $ranks; done
+done
+script dev/test_cli.sh
+
+echo "$all_passed passed, $all_failed failed"
+((all_failed == 0))
