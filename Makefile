@@ -13,6 +13,7 @@ NVCC   ?= nvcc
 comma := ,
 BUILD := build$(if $(SAN),/$(subst $(comma),-,$(SAN)))$(if $(DEBUG),/debug)
 # The normal build leaves its programs where their users look for them, the others in their own folder.
+THREAD := $(filter thread,$(SAN))
 PLACE := $(if $(SAN)$(DEBUG),$(BUILD)/)
 
 # -ffp-contract=off: a fused multiply-add rounds once where the two operations round twice, and whether the compiler
@@ -21,8 +22,8 @@ PLACE := $(if $(SAN)$(DEBUG),$(BUILD)/)
 accepts   = $(shell $(CC) $(1) -E -x c /dev/null >/dev/null 2>&1 && echo $(1))
 OPTIMISE := $(if $(DEBUG),-O0,-O3 -march=$(MARCH) $(call accepts,-mprefer-vector-width=512)) -ffp-contract=off
 WARNINGS := -Wall -Wextra -Werror
-CFLAGS   := -std=gnu11 -g $(OPTIMISE) $(WARNINGS) -fopenmp -I. -Ifsdp $(if $(SAN),-fsanitize=$(SAN) -fno-omit-frame-pointer)
-LDFLAGS  := -fopenmp $(if $(SAN),-fsanitize=$(SAN))
+CFLAGS   := -std=gnu11 -g $(OPTIMISE) $(WARNINGS) $(if $(THREAD),,-fopenmp) -I. -Ifsdp $(if $(SAN),-fsanitize=$(SAN) -fno-omit-frame-pointer)
+LDFLAGS  := $(if $(THREAD),,-fopenmp) $(if $(SAN),-fsanitize=$(SAN))
 LDLIBS   := -ldnnl -ljansson -lpthread -lm
 MPI_CFLAGS = $(shell $(MPICC) --showme:compile 2>/dev/null || $(MPICC) -compile_info | cut -d' ' -f2-)
 MPI_LIBS   = $(shell $(MPICC) --showme:link 2>/dev/null || $(MPICC) -link_info | cut -d' ' -f2-)
@@ -31,7 +32,8 @@ ROOMS := error options device device_cpu comm_mpi ops_cpu_products ops_cpu atten
          safetensors
 ROOM_OBJECTS := $(ROOMS:%=$(BUILD)/%.o)
 PROGRAMS := $(PLACE)train_gpt $(PLACE)data/stories $(PLACE)data/tokenize $(PLACE)data/ngram
-TESTS := $(patsubst dev/%.c,$(BUILD)/%,$(wildcard dev/test_*.c)) $(BUILD)/test_gpt
+TESTS := $(if $(THREAD),$(BUILD)/test_device $(BUILD)/test_comm,$(patsubst dev/%.c,$(BUILD)/%,$(wildcard dev/test_*.c)) \
+         $(BUILD)/test_gpt)
 
 # `make V=1` shows whole commands.
 Q   := $(if $(V),,@)
@@ -47,7 +49,7 @@ help:
 	@echo 'make            ./train_gpt and the data tools'
 	@echo 'make run        install what is missing, build, prepare text, train on it with two ranks'
 	@echo '                DATA=stories (default) | kjv | a text file; RANKS=2'
-	@echo 'make test       install what is missing, build, run every test'
+	@echo 'make test       install what is missing, build, also with sanitizers, run every test'
 	@echo 'make deps       install what is missing'
 	@echo 'make format     clang-format over the sources'
 	@echo 'make clean      remove what was built'
@@ -90,13 +92,27 @@ $(BUILD)/test_gpt.o: test_gpt.c Makefile
 	$(call say,CC)
 	$(Q)$(CC) $(CFLAGS) -Wno-unused-function -D_GNU_SOURCE -Idev -MMD -c $< -o $@
 
-$(BUILD)/test_%: $(BUILD)/test_%.o $(BUILD)/ops_reference.o $(BUILD)/count_allocations.o $(ROOM_OBJECTS)
+ifdef THREAD
+$(BUILD)/test_%: $(BUILD)/test_%.o $(BUILD)/device.o $(BUILD)/device_cpu.o $(BUILD)/comm_mpi.o $(BUILD)/error.o
 	$(call say,LINK)
-	$(Q)$(CC) $(LDFLAGS) $(filter-out $(if $(filter test_gpt,$(@F)),,$(BUILD)/count_allocations.o),$^) $(MPI_LIBS) $(LDLIBS) -lcmocka -o $@
+	$(Q)$(CC) $(LDFLAGS) $^ $(MPI_LIBS) -lcmocka -lpthread -lm -o $@
+else
+$(BUILD)/test_gpt: $(BUILD)/test_gpt.o $(BUILD)/count_allocations.o $(ROOM_OBJECTS)
+	$(call say,LINK)
+	$(Q)$(CC) $(LDFLAGS) $^ $(MPI_LIBS) $(LDLIBS) -lcmocka -o $@
 
+$(BUILD)/test_%: $(BUILD)/test_%.o $(BUILD)/ops_reference.o $(ROOM_OBJECTS)
+	$(call say,LINK)
+	$(Q)$(CC) $(LDFLAGS) $^ $(MPI_LIBS) $(LDLIBS) -lcmocka -o $@
+endif
+
+# The normal build, and what the sanitizers have to say: the thread sanitizer only where it understands all code, which
+# leaves out OpenMP's and oneDNN's.
 test: deps
 	@$(MAKE) --no-print-directory all tests
-	@dev/run_tests.sh
+	@$(MAKE) --no-print-directory SAN=address,undefined all tests
+	@$(MAKE) --no-print-directory SAN=thread tests
+	@dev/run_tests.sh build build/address-undefined build/thread
 
 .PHONY: tests
 tests: $(TESTS)

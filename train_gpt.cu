@@ -33,7 +33,7 @@
 // configuration and parameters
 
 // Larger ones are taken for a mistake; they also keep all products of sizes below within an int where an int is used.
-enum { MAX_CHANNELS = 1000000, MAX_MICRO_TOKENS = 1 << 24, MAX_MICRO_STEPS = 1 << 20 };
+enum { MAX_CHANNELS = 1000000, MAX_VOCAB = 10000000, MAX_MICRO_TOKENS = 1 << 24, MAX_MICRO_STEPS = 1 << 20 };
 
 typedef struct {
     int maxT; // positions the model knows
@@ -669,9 +669,9 @@ static json_t *json_read(const char *path) {
 static int config_number(const json_t *json, const char *path, const char *key, int missing) {
     const json_t *value = json_object_get(json, key);
     if ((!value || json_is_null(value)) && missing >= 0) return missing;
-    if (!json_is_integer(value) || json_integer_value(value) < 1 || json_integer_value(value) > 1 << 30)
-        die(EXIT_CODE_USAGE, "is it the folder of a GPT-2?", "%s: \"%s\" is missing or no positive number", path,
-            key);
+    if (!json_is_integer(value) || json_integer_value(value) < 1 || json_integer_value(value) > MAX_VOCAB)
+        die(EXIT_CODE_USAGE, "is it the folder of a GPT-2?", "%s: \"%s\" is missing or not 1 to %d", path, key,
+            MAX_VOCAB);
     return (int)json_integer_value(value);
 }
 
@@ -899,7 +899,7 @@ static void settings_table(Settings *s) {
     option_text(s, 'j', "val-data", &s->val_data, "GLOB validation shards (none)");
     option_text(s, 'o', "output", &s->output, "DIR where log.jsonl goes (none: console only)");
     option_text(s, 'e', "model", &s->model, "SPEC d12, gpt2-medium, gpt3:768, 4x4x256, or a model folder (d12)");
-    option_count(s, 0, "vocab-size", &s->vocab, 2, 1e7,
+    option_count(s, 0, "vocab-size", &s->vocab, 2, MAX_VOCAB,
                  "N tokens in the vocabulary (the model's, the data's, or 50257)");
     option_text(s, 0, "tokenizer", &s->tokenizer, "NAME for prompts and samples (the data's)");
     option_count(s, 'b', "micro-batch", &s->B, 1, 1e6, "N sequences per rank and micro-step (4)");
@@ -1031,7 +1031,9 @@ static json_t *card_read(const char *glob, int64_t *vocab, const char **tokenize
     json_t *card = json_read(path);
     *vocab = json_integer_value(json_object_get(card, "vocab_size"));
     *tokenizer = json_string_value(json_object_get(card, "tokenizer"));
-    if (*vocab < 2) die(EXIT_CODE_USAGE, "make the data again", "%s: \"vocab_size\" is missing or too small", path);
+    if (*vocab < 2 || *vocab > MAX_VOCAB)
+        die(EXIT_CODE_USAGE, "make the data again", "%s: \"vocab_size\" is missing or not 2 to %d", path,
+            MAX_VOCAB);
     return card;
 }
 
@@ -1074,10 +1076,10 @@ static void run_read_data(Run *r) {
     LoaderOptions val = {"--val-data", s->val_data, s->T, r->config.V, true, false, 0};
     r->train = loader_open(train);
     if (s->val_data) r->val = loader_open(val);
-    if (s->sample_every == 0) return;
-    if (!s->tokenizer)
+    if (s->sample_every && !s->tokenizer)
         die(EXIT_CODE_USAGE, "give --tokenizer bytes, or train on shards with a card",
             "--sample-every %lld needs a tokenizer", (long long)s->sample_every);
+    if (!s->tokenizer) return;
     r->tokenizer = tokenizer_open(s->tokenizer);
     if (tokenizer_vocab(r->tokenizer) > r->config.V)
         die(EXIT_CODE_USAGE, "give the tokenizer that the data was made with",
@@ -1226,8 +1228,9 @@ static void run_say(const Run *r, int64_t parameters) {
     if (r->val)
         log_say(r->log, "validating on %s: %lld targets, %d micro-batches", s->val_data,
                 (long long)loader_targets(r->val), r->run.val_batches);
-    log_say(r->log, "%lld steps of %lld tokens: %d rank%s x %d micro-step%s x %d sequences of %d",
-            (long long)s->steps, (long long)s->total_batch, r->ranks, r->ranks == 1 ? "" : "s", r->run.micro_steps,
+    if (s->steps > 0) log_say(r->log, "%lld steps", (long long)s->steps);
+    log_say(r->log, "a step is %lld tokens: %d rank%s x %d micro-step%s x %d sequences of %d",
+            (long long)s->total_batch, r->ranks, r->ranks == 1 ? "" : "s", r->run.micro_steps,
             r->run.micro_steps == 1 ? "" : "s", r->run.B, r->run.T);
 }
 

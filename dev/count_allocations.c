@@ -14,6 +14,28 @@ static atomic_bool armed;
 static atomic_long own, mpi, files, mpi_bytes;
 static _Atomic(void *) last_own;
 
+void allocations_arm(void) {
+    own = mpi = files = mpi_bytes = 0;
+    last_own = NULL;
+    atomic_store(&armed, true);
+}
+
+Allocations allocations_disarm(void) {
+    atomic_store(&armed, false);
+    return (Allocations){
+        .own = own, .mpi = mpi, .files = files, .mpi_bytes = (size_t)mpi_bytes, .last_own = last_own};
+}
+
+// gcc defines the first two, clang answers the others.
+#ifndef __has_feature
+#define __has_feature(x) 0
+#endif
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) || __has_feature(address_sanitizer) ||           \
+    __has_feature(thread_sanitizer)
+bool allocations_counted(void) { return false; }
+#else
+bool allocations_counted(void) { return true; }
+
 static bool in_mpi(void *caller) {
     static const char *const names[] = {"libmpi", "libopen-",  "mca_",     "libpmix",
                                         "libuc",  "libfabric", "libevent", "libhwloc"};
@@ -34,23 +56,6 @@ static void count(size_t bytes, void *caller) {
         atomic_store(&last_own, caller);
     }
 }
-
-void allocations_arm(void) {
-    own = mpi = files = mpi_bytes = 0;
-    last_own = NULL;
-    atomic_store(&armed, true);
-}
-
-Allocations allocations_disarm(void) {
-    atomic_store(&armed, false);
-    return (Allocations){
-        .own = own, .mpi = mpi, .files = files, .mpi_bytes = (size_t)mpi_bytes, .last_own = last_own};
-}
-
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-bool allocations_counted(void) { return false; }
-#else
-bool allocations_counted(void) { return true; }
 
 // The C library's own entry points, which it exports under these names for programs that replace malloc.
 void *__libc_malloc(size_t bytes);

@@ -1,17 +1,14 @@
 #!/usr/bin/env bash
 # Runs every test program and script, shows the output of those that fail and closes with "N passed, N failed".
 #
-#   BUILD=build/address-undefined   another build's programs (default: build)
+#   dev/run_tests.sh [BUILD]...     of these builds (default: build); build/address-undefined and build/thread are those
+#                                   with sanitizers: the first with up to two ranks, the second for device and comm
 #   VERBOSE=1                       a line for each, with the seconds it took
 #   TIMEOUT=N                       seconds that each may take (default: 300)
 set -u
 cd "$(dirname "$0")/.." || exit 1
 
-BUILD=${BUILD:-build}
 TIMEOUT=${TIMEOUT:-300}
-# The normal build's programs lie where their users look for them, the others' in their own folder.
-if [[ $BUILD == build ]]; then TRAIN=./train_gpt; else TRAIN=$BUILD/train_gpt; fi
-export TRAIN
 
 # Threads that wait must not take the cores of those that work: there may be more ranks than cores.
 export LC_ALL=C OMP_WAIT_POLICY=passive
@@ -74,8 +71,8 @@ counts() {
 # program NAME [RANKS]: a program of cmocka's; with more than one rank under mpirun, each with a log of its own. Passed is
 # what all ranks say has passed, failed what any says has failed.
 program() {
-    local path=$BUILD/$1 ranks=${2:-1} name=$1 passed failed
-    ((ranks == 1)) || name="$1, $ranks ranks"
+    local path=$build/$1 ranks=${2:-1} name=$build/$1 passed failed
+    ((ranks == 1)) || name+=", $ranks ranks"
     if [[ ! -x $path ]]; then
         rm -f "$logs"/*
         echo "$path is not there" >"$log"
@@ -90,19 +87,34 @@ program() {
     ended "$name" "$code" "${passed:-0}" "${failed:-0}"
 }
 
-# script PATH: its last line is "N passed, N failed".
+# script PATH: its last line is "N passed, N failed". TRAIN is the program it tests: the normal build's lies where its
+# users look for it, the others' in their own folder.
 script() {
-    local passed=0 failed=0
-    timed "$1"
+    local passed=0 failed=0 train=./train_gpt
+    [[ $build == build ]] || train=$build/train_gpt
+    timed env TRAIN="$train" "$1"
     read -r passed failed < <(sed -nE '$s/^([0-9]+) passed, ([0-9]+) failed$/\1 \2/p' "$log")
-    ended "$1" "$code" "${passed:-0}" "${failed:-0}"
+    ended "$1 of $build" "$code" "${passed:-0}" "${failed:-0}"
 }
 
-for name in test_ops test_loader test_safetensors test_data test_device; do program $name; done
-for name in test_comm test_fsdp test_gpt; do
-    for ranks in 1 2 3 4 8; do program $name $ranks; done
-done
-script dev/test_cli.sh
+# suite BUILD: all that there is to test of a build.
+suite() {
+    local build=$1 singles='test_ops test_loader test_safetensors test_data test_device' several='test_comm test_fsdp test_gpt'
+    local counts='1 2 3 4 8' name ranks
+    case $build in
+    build) ;;
+    */thread*) singles=test_device several=test_comm counts='1 2 4' ;;
+    *) counts='1 2' ;;
+    esac
+    for name in $singles; do program "$name"; done
+    for name in $several; do
+        for ranks in $counts; do program "$name" "$ranks"; done
+    done
+    [[ $build == */thread* ]] || script dev/test_cli.sh
+}
+
+(($# > 0)) || set -- build
+for build in "$@"; do suite "$build"; done
 
 echo "$all_passed passed, $all_failed failed"
 ((all_failed == 0))

@@ -54,6 +54,16 @@ static bool watched(void) {
            strcmp(target, "/dev/console") == 0;
 }
 
+// Whether a run got as far as a step. One that did not, because its input was faulty say, may be run again.
+static bool holds_run(const char *path) {
+    char text[256];
+    bool found = false;
+    FILE *file = fopen(path, "r");
+    while (file && !found && fgets(text, sizeof text, file)) found = strstr(text, "{\"event\":\"train\"") != NULL;
+    if (file) fclose(file);
+    return found;
+}
+
 Log *log_open(bool active, const char *output) {
     if (!active) return NULL;
     Log *log = (Log *)calloc(1, sizeof *log);
@@ -62,10 +72,10 @@ Log *log_open(bool active, const char *output) {
     if (!output) return log;
     folder_make(output, "--output");
     snprintf(log->path, sizeof log->path, "%s/log.jsonl", output);
-    log->file = fopen(log->path, "wx"); // x: never over another run's
-    if (!log->file && errno == EEXIST)
+    if (holds_run(log->path))
         die(EXIT_CODE_USAGE, "go on with --resume auto where there are checkpoints, or choose another --output",
             "--output %s already holds a run (log.jsonl)", output);
+    log->file = fopen(log->path, "w");
     if (!log->file)
         die(EXIT_CODE_FAILURE, "choose an --output that can be written to", "cannot write %s: %s", log->path,
             strerror(errno));

@@ -26,7 +26,7 @@ typedef struct Log Log;
 void folder_make(const char *path, const char *option);
 
 // active: whether this rank logs at all. output: a folder, made when missing; NULL: console only. Dies with
-// EXIT_CODE_USAGE when the folder already holds a run.
+// EXIT_CODE_USAGE when the folder already holds a run, that is, a log with a step.
 Log *log_open(bool active, const char *output);
 void log_close(Log *log);
 
