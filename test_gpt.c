@@ -12,7 +12,8 @@
 #include <stddef.h>
 #include <cmocka.h>
 // clang-format on
-#include <unistd.h> // getpid
+#include "test_ranks.h" // ranks_quieten
+#include <unistd.h>     // getpid
 
 // The bounds that fp32 must keep to, relative: its own error over ten steps is about a tenth of them, and each mistake
 // in `mutants` breaks them at least tenfold (dev/reference.py measures and asserts both).
@@ -704,8 +705,7 @@ int main(int argc, char **argv) {
     error_program("test_gpt");
     comm_start(&argc, &argv);
     folder_agree();
-    // Each rank runs all tests in step; rank 0 speaks. A failure elsewhere is a failed run with a message on stderr.
-    if (comm_world_rank() != 0 && !freopen("/dev/null", "w", stdout)) return 1;
+    ranks_quieten();
     int failed = cmocka_run_group_tests(tests, NULL, NULL);
     folder_remove();
     comm_end();

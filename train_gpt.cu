@@ -1300,11 +1300,13 @@ static int run_train(Run *r, GPT *g, double peak) {
 }
 
 static void memory_say(const Run *r, const Device *plan, const Device *device) {
-    double peak = (double)device_peak_bytes(), ledger = (double)device_bytes(device);
+    double peak = (double)device_peak_bytes(), ledger = (double)device_bytes(device),
+           files = (double)device_file_bytes();
     if (!device_same_ledger(plan, device))
         die(EXIT_CODE_FAILURE, "please report this with the command line", "the ledger is not what was planned");
-    log_say(r->log, "peak memory of rank 0: %.2f MiB, of which ledger %.2f MiB as planned, beyond it %.2f MiB",
-            mebibytes(peak), mebibytes(ledger), mebibytes(peak - ledger));
+    log_say(r->log,
+            "peak memory of rank 0: %.2f MiB = ledger %.2f MiB, as planned + file maps %.2f MiB + other %.2f MiB",
+            mebibytes(peak), mebibytes(ledger), mebibytes(files), mebibytes(peak - ledger - files));
 }
 
 // Reads and checks all that is read from outside; rank 0 does so first, so that a fault is reported once.

@@ -87,6 +87,14 @@ program() {
     ended "$name" "$code" "${passed:-0}" "${failed:-0}"
 }
 
+# ends CODE WORDS COMMAND...: whether two ranks end with CODE after saying WORDS once or, where each may, oftener.
+ends() {
+    local expected=$1 words=$2
+    shift 2
+    timed mpirun -n 2 "$@"
+    if ((code == expected)) && grep -aqF "$words" "$log"; then ended "$*" 0 1 0; else ended "$*" "$code" 0 1; fi
+}
+
 # script PATH: its last line is "N passed, N failed". TRAIN is the program it tests: the normal build's lies where its
 # users look for it, the others' in their own folder.
 script() {
@@ -110,6 +118,8 @@ suite() {
     for name in $several; do
         for ranks in $counts; do program "$name" "$ranks"; done
     done
+    [[ $build != build ]] || ends 1 'gather of h.7 has not ended' $build/test_comm --timeout
+    [[ $build != build ]] || ends 2 'there is no configuration' $build/test_comm --fault
     [[ $build == */thread* ]] || script dev/test_cli.sh
 }
 

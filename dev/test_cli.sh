@@ -232,6 +232,9 @@ for precision in fp32 $bf16; do
         read -r ranks threads <<<"$other"
         name=$precision-$ranks-$threads
         done_well "$ranks" "${five[@]}" --precision $precision --threads "$threads" -o "$name" --export "$name-model"
+        # Beside the ledger and file maps: program, libraries, MPI. Sanitizers take more.
+        [[ $TRAIN != "$root/train_gpt" ]] || check "$name: memory beyond the ledger" \
+            awk -F'other ' '/^peak memory/ { found = $2 + 0 > 0 && $2 + 0 < 96 } END { exit !found }' out
         check "$name: losses and norms to the last digit" same_log $precision-1/log.jsonl "$name/log.jsonl"
         check "$name: parameters to the last bit" cmp -s $precision-1-model/model.safetensors "$name-model/model.safetensors"
     done
@@ -251,6 +254,12 @@ check 'the end' test "$(tail -n 1 $log)" = '{"event":"end","step":5,"reason":"do
 cp $log kept
 refused 2 '1 2' '-o;fp32-1;already;--resume' "${five[@]}" --output fp32-1
 check 'a refused --output is left as it was' cmp -s $log kept
+
+# A learning rate that no model survives: all ranks stop before the same update.
+lost=("${good[@]:0:8}" -x 20 -d 256 -l 1e6 --eps 0 --grad-clip 0)
+refused 3 '1 2' 'stopped before its update;gradient norm;unit' "${lost[@]}"
+rm -rf lost && run 2 "${lost[@]}" -o lost
+check 'the log says why the run ended' grep -qE '^\{"event":"end","step":[0-9]+,"reason":"nonfinite"\}$' <(tail -n 1 lost/log.jsonl)
 
 # 16 and 32 bits
 (header 20240801 7 2000; od -An -v -tx1 -w2 tokens | sed 's/ \(..\) \(..\)/\\x\1\\x\2\\x00\\x00/' | tr -d '\n' | while read -r -d '' text || [[ -n $text ]]; do printf '%b' "$text"; done) >wide.bin

@@ -11,6 +11,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <cmocka.h>
+#include "test_ranks.h"
 #include "comm.h"
 #include "error.h"
 #include <math.h>   // ldexpf
@@ -472,15 +473,6 @@ static int fault_of_input(void) {
     printf("rank 0 died, and nobody minded\n");
     comm_end();
     return EXIT_CODE_DONE;
-}
-
-// Rank 0 reports. Of the others only what a failed assertion says on stderr is seen (in TAP the summary is on stdout);
-// it ends all ranks, which would otherwise wait for one that has given up.
-static void ranks_quieten(void) {
-    if (comm_world_size() > 1) setenv("CMOCKA_TEST_ABORT", "1", 1);
-    if (comm_world_rank() == 0) return;
-    cmocka_set_message_output(CM_OUTPUT_TAP);
-    if (!freopen("/dev/null", "w", stdout)) die(EXIT_CODE_FAILURE, NULL, "cannot open /dev/null");
 }
 
 #define WORLD_TEST(name) cmocka_unit_test_setup_teardown(name, test_begin, test_end)

@@ -57,6 +57,16 @@ size_t device_peak_bytes(void) {
     return (size_t)usage.ru_maxrss * 1024; // Linux counts KiB
 }
 
+size_t device_file_bytes(void) {
+    char line[128];
+    size_t kib = 0;
+    FILE *file = fopen("/proc/self/status", "r");
+    while (file && fgets(line, sizeof line, file))
+        if (sscanf(line, "RssFile: %zu", &kib) == 1) break;
+    if (file) fclose(file);
+    return kib * 1024;
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // order
 

@@ -80,8 +80,10 @@ size_t device_bytes(const Device *device);
 // True when both ledgers hold the same arenas with the same bytes.
 bool device_same_ledger(const Device *a, const Device *b);
 
-// The process's peak resident memory so far, in bytes.
+// The process's peak resident memory so far, and what of it is now maps of files (its own code, libraries, shards): pages
+// that the system can drop at will. In bytes.
 size_t device_peak_bytes(void);
+size_t device_file_bytes(void);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // cores (CPU)

@@ -2,7 +2,7 @@
 # From nothing to a trained model: scripts/run.sh [stories | kjv | TEXTFILE] [RANKS]
 #
 #   stories   32 MB of stories whose entropy is known exactly; no network needed      some 3 minutes on two cores
-#   kjv       the King James Bible from the distribution's packages, 4.1 MB           some 9 minutes on two cores
+#   kjv       the King James Bible from the distribution's packages, 4.1 MB           some 6 minutes on two cores
 #   TEXTFILE  any text, its last tenth for validation; trained like kjv
 #
 # Bytes are the tokens. Everything lands in data/corpus/ and runs/NAME-TIME/. `make run` calls this.
