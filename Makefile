@@ -2,13 +2,12 @@
 #
 #   CC=clang            another compiler
 #   MARCH=x86-64-v4     for other processors than this one (default: native)
-#   SAN=address,undefined   with sanitizers, into build/<sanitizers>/; SAN=thread likewise
+#   SAN=address,undefined   with sanitizers, into build/<sanitizers>/; SAN=thread likewise, the tests of device and comm
 #   DEBUG=1             without optimisation
 
 CC     ?= cc
 MARCH  ?= native
 MPICC  ?= mpicc
-NVCC   ?= nvcc
 
 comma := ,
 BUILD := build$(if $(SAN),/$(subst $(comma),-,$(SAN)))$(if $(DEBUG),/debug)
@@ -43,7 +42,8 @@ say = $(if $(V),,@printf '  %-5s %s\n' $(1) $@)
 .DELETE_ON_ERROR:
 .SECONDARY:
 
-all: $(PROGRAMS)
+all: $(if $(THREAD),tests,$(PROGRAMS))
+	@:
 
 help:
 	@echo 'make            ./train_gpt and the data tools'
@@ -55,17 +55,22 @@ help:
 	@echo 'make clean      remove what was built'
 	@echo 'options: CC=clang  MARCH=x86-64-v4  SAN=address,undefined  SAN=thread  DEBUG=1'
 
-$(BUILD)/%.o: fsdp/%.c Makefile
+# Other flags or another compiler make other objects: this file changes when they do.
+FLAGS := $(BUILD)/flags
+$(shell mkdir -p $(BUILD); echo '$(CC) $(CFLAGS) $(LDFLAGS) $(MPICC)' | cmp -s - $(FLAGS) || \
+    echo '$(CC) $(CFLAGS) $(LDFLAGS) $(MPICC)' >$(FLAGS))
+
+$(BUILD)/%.o: fsdp/%.c Makefile $(FLAGS)
 	@mkdir -p $(@D)
 	$(call say,CC)
 	$(Q)$(CC) $(CFLAGS) $(if $(filter comm_mpi,$*),$(MPI_CFLAGS)) -MMD -c $< -o $@
 
-$(BUILD)/data_%.o: data/%.c Makefile
+$(BUILD)/data_%.o: data/%.c Makefile $(FLAGS)
 	@mkdir -p $(@D)
 	$(call say,CC)
 	$(Q)$(CC) $(CFLAGS) -MMD -c $< -o $@
 
-$(BUILD)/train_gpt.o: train_gpt.cu Makefile
+$(BUILD)/train_gpt.o: train_gpt.cu Makefile $(FLAGS)
 	@mkdir -p $(@D)
 	$(call say,CC)
 	$(Q)$(CC) $(CFLAGS) -MMD -x c -c $< -o $@
@@ -82,12 +87,12 @@ $(PLACE)data/%: $(BUILD)/data_%.o $(BUILD)/error.o $(BUILD)/options.o $(BUILD)/t
 # ----------------------------------------------------------------------------------------------------------------------
 # tests: dev/test_NAME.c and test_gpt.c, against cmocka
 
-$(BUILD)/%.o: dev/%.c Makefile
+$(BUILD)/%.o: dev/%.c Makefile $(FLAGS)
 	@mkdir -p $(@D)
 	$(call say,CC)
 	$(Q)$(CC) $(CFLAGS) -D_GNU_SOURCE -Idev -MMD -c $< -o $@
 
-$(BUILD)/test_gpt.o: test_gpt.c Makefile
+$(BUILD)/test_gpt.o: test_gpt.c Makefile $(FLAGS)
 	@mkdir -p $(@D)
 	$(call say,CC)
 	$(Q)$(CC) $(CFLAGS) -Wno-unused-function -D_GNU_SOURCE -Idev -MMD -c $< -o $@
@@ -126,7 +131,7 @@ DATA  ?= stories
 RANKS ?= 2
 run: deps
 	@$(MAKE) --no-print-directory all
-	@scripts/run.sh $(DATA) $(RANKS)
+	@scripts/run.sh '$(DATA)' $(RANKS)
 
 format:
 	clang-format -i train_gpt.cu test_gpt.c fsdp/*.[ch] data/*.c dev/*.[ch]

@@ -67,7 +67,6 @@ typedef struct {
     DType dtype;
     float lr;
     Safetensors *parameters; // NULL: random ones
-    int val_batches;
 } Trial;
 
 // The model on the first trial.ranks ranks; g is NULL on the others, which go on to meet them at bench_close.
@@ -83,7 +82,6 @@ static GPTRun trial_run(const Trial *trial) {
     run.B = trial->B;
     run.T = trial->config.maxT;
     run.micro_steps = trial->sequences / trial->B / trial->ranks;
-    run.val_batches = trial->val_batches;
     run.sample_tokens = 4;
     run.threads = trial->threads;
     run.dtype = trial->dtype;
@@ -483,8 +481,7 @@ static void test_validation(void **state) {
     int batches = (int)((loader_sequences(all) + 1) / 2);
     assert_int_equal(loader_targets(all), loader_tokens(all) - 1);
     for (int ranks = 1; ranks <= comm_world_size(); ranks++) {
-        Trial trial = {
-            .config = tiled, .ranks = ranks, .sequences = 2 * ranks, .B = 2, .threads = 1, .val_batches = batches};
+        Trial trial = {.config = tiled, .ranks = ranks, .sequences = 2 * ranks, .B = 2, .threads = 1};
         Bench bench = bench_open(&trial);
         Validation result = {0, 0, 0};
         if (bench.g) result = validate(bench.g, all, batches);
@@ -512,8 +509,7 @@ static void test_no_allocations(void **state) {
                    .sequences = 4 * comm_world_size(),
                    .B = 2,
                    .threads = 2,
-                   .lr = 1e-3f,
-                   .val_batches = 1};
+                   .lr = 1e-3f};
     Bench bench = bench_open(&trial);
     static const int tokens[3] = {1, 2, 3};
     train_step(bench.g, loader, 0, 1, adam_of(&trial));

@@ -33,7 +33,9 @@
 // configuration and parameters
 
 // Larger ones are taken for a mistake; they also keep all products of sizes below within an int where an int is used.
-enum { MAX_CHANNELS = 1000000, MAX_VOCAB = 10000000, MAX_MICRO_TOKENS = 1 << 24, MAX_MICRO_STEPS = 1 << 20 };
+enum { MAX_CHANNELS = 1000000, MAX_VOCAB = 10000000, MAX_MICRO_TOKENS = 1 << 24, MAX_MICRO_BATCHES = 1 << 24 };
+
+enum { MAX_PATH = 1024, MAX_FOLDER = MAX_PATH - 64 }; // a folder's name leaves room for those of the files in it
 
 typedef struct {
     int maxT; // positions the model knows
@@ -172,7 +174,6 @@ typedef struct {
 typedef struct {
     int B, T;          // micro-batch
     int micro_steps;   // per step and rank
-    int val_batches;   // micro-batches of a validation, of all ranks together; 0: none
     int sample_tokens; // of a sample, prompt included; 0: none
     int threads;
     DType dtype;
@@ -195,7 +196,7 @@ typedef struct {
     float *host_logits, *sorted;     // (V)  of one position
     int *sample;                     // (sample_tokens)
     float *export_piece;             // (EXPORT_PIECE)  when exporting
-    double *sums;                    // losses of micro-batches, of a step or of a validation
+    double *sums;                    // losses of the micro-batches of a step, or of one round of a validation
     Event *ready, *agreed;
 } GPT;
 
@@ -251,8 +252,7 @@ static GPT *gpt_open(Device *device, Comm *comm, GPTConfig config, GPTRun run) {
     GPT *g = (GPT *)calloc(1, sizeof *g);
     if (!g) die(EXIT_CODE_FAILURE, NULL, "out of memory");
     const size_t N = (size_t)run.B * (size_t)run.T;
-    size_t sums = (size_t)run.micro_steps * (size_t)comm_size(comm);
-    if (sums < 2 * (size_t)run.val_batches) sums = 2 * (size_t)run.val_batches;
+    size_t sums = (size_t)comm_size(comm) * (size_t)(run.micro_steps > 2 ? run.micro_steps : 2);
     g->config = config;
     g->run = run;
     g->device = device;
@@ -462,7 +462,7 @@ typedef struct {
 // number of ranks.
 static StepResult train_step(GPT *g, const Loader *loader, int64_t n, int64_t step, AdamW settings) {
     const int ranks = comm_size(g->comm), rank = comm_rank(g->comm), B = g->run.B;
-    const int batches = g->run.micro_steps * ranks;
+    const int batches = g->run.micro_steps * ranks; // at most MAX_MICRO_BATCHES
     const double targets = (double)batches * B * g->run.T;
     StepResult result = {0, 0, NULL};
     double late;
@@ -517,39 +517,37 @@ typedef struct {
     int64_t tokens;
 } Validation;
 
-// Mean loss over the first `batches` micro-batches of the loader. Rank r takes those with number r modulo ranks, and all
-// ranks go through the model equally often, since gathering takes everyone; the sums are added in the micro-batches'
-// order, so the result is the same for every number of ranks.
+// Mean loss over the first `batches` micro-batches of the loader (NULL: rehearsal). Round by round each rank takes one, or
+// one without targets when none is left, since gathering takes everyone; losses are added in the micro-batches' order,
+// so the result is the same for every number of ranks.
 static Validation validate(GPT *g, const Loader *loader, int batches) {
     const int ranks = comm_size(g->comm), rank = comm_rank(g->comm), B = g->run.B, T = g->run.T;
     const void *root[ROOT_TENSORS];
     int64_t counts[2] = {0, 0};
     Validation result = {0, 0, 0};
-    if (loader) memset(g->sums, 0, 2 * (size_t)batches * sizeof(double));
     fsdp_gather(g->fsdp, FSDP_ROOT);
     weights_of(g, FSDP_ROOT, fsdp_use(g->fsdp, FSDP_ROOT), root);
     for (int first = 0; first < batches; first += ranks) {
         int batch = first + rank;
         if (loader) {
-            int64_t beyond = loader_sequences(loader); // a micro-batch without targets, for ranks with nothing left
-            int64_t targets = batch_load(g, loader, batch < batches ? (int64_t)batch * B : beyond);
-            counts[0] += targets;
+            memset(g->sums, 0, 2 * (size_t)ranks * sizeof(double));
+            counts[0] += batch_load(g, loader, batch < batches ? (int64_t)batch * B : loader_sequences(loader));
             for (int i = 0; i < B * T; i++) counts[1] += g->host_targets[i] >= 0 && i % T >= T / 2;
         }
         forward(g, root, B, T);
         head(g, root, NULL, 0);
-        if (loader && batch < batches) g->sums[batch] = losses_sum(g, &g->sums[batches + batch]);
+        if (loader) g->sums[rank] = losses_sum(g, &g->sums[ranks + rank]);
+        sums_agree(g, 2 * (size_t)ranks);
+        for (int i = 0; loader && i < ranks; i++) {
+            result.loss += g->sums[i];
+            result.loss_late += g->sums[ranks + i];
+        }
     }
     fsdp_release(g->fsdp, FSDP_ROOT);
     if (!loader) return result;
-    sums_agree(g, 2 * (size_t)batches);
     comm_all_reduce(g->comm, counts, 2, COMM_I64_SUM);
     event_record(g->agreed, comm_stream(g->comm));
     event_synchronize(g->agreed);
-    for (int i = 0; i < batches; i++) {
-        result.loss += g->sums[i];
-        result.loss_late += g->sums[batches + i];
-    }
     result.loss /= (double)counts[0];
     result.loss_late /= (double)counts[1];
     result.tokens = counts[0];
@@ -629,30 +627,39 @@ static void logits_after(GPT *g, const int *tokens, int count) {
     fsdp_release(g->fsdp, FSDP_ROOT);
 }
 
+// Tokens as text for a person: documents parted by an empty line, what a terminal would act on as '?'.
+static void text_say(Log *log, const Tokenizer *tokenizer, const int *tokens, int count, int64_t step) {
+    size_t size = 1, used = 0, bytes;
+    for (int i = 0; i < count; i++) {
+        tokenizer_decode(tokenizer, tokens[i], &bytes);
+        size += bytes + 2;
+    }
+    char *text = (char *)calloc(size, 1);
+    if (!text) die(EXIT_CODE_FAILURE, NULL, "out of memory");
+    for (int i = 0; i < count; i++) {
+        const char *piece = tokenizer_decode(tokenizer, tokens[i], &bytes);
+        if (i > 0 && tokens[i] == tokenizer_eot(tokenizer)) piece = "\n\n", bytes = 2;
+        for (size_t k = 0; k < bytes; k++)
+            text[used++] = (unsigned char)piece[k] < ' ' && piece[k] != '\n' && piece[k] != '\t' ? '?' : piece[k];
+    }
+    log_say(log, "--- sample at step %lld ---\n%s\n---", (long long)step, text);
+    free(text);
+}
+
 // Writes a sample after step `step`. Every rank takes part and draws the same; rank 0's log shows it.
 static void sample_say(GPT *g, Log *log, const Tokenizer *tokenizer, const Sampling *sampling, int64_t step) {
     const int V = g->config.V, most = g->run.sample_tokens;
-    char text[8192];
     int count = 0;
-    size_t used = 0;
     if (tokenizer_eot(tokenizer) < V) g->sample[count++] = tokenizer_eot(tokenizer);
     count += (int)tokenizer_encode(tokenizer, sampling->prompt, strlen(sampling->prompt), g->sample + count,
                                    (size_t)(most - count));
-    for (int first = 0; first < count; first++) assert(g->sample[first] < V);
     for (int prompt = count; count < most; count++) {
         int seen = count < g->run.T ? count : g->run.T;
         logits_after(g, g->sample + count - seen, seen);
         double coin = random_unit(sampling->seed, (uint64_t)step, (uint64_t)(count - prompt));
         g->sample[count] = sample_from(g->host_logits, g->sorted, V, sampling->temperature, sampling->top_k, coin);
     }
-    for (int i = 0; i < count; i++) {
-        size_t bytes;
-        const char *piece = tokenizer_decode(tokenizer, g->sample[i], &bytes);
-        if (i > 0 && g->sample[i] == tokenizer_eot(tokenizer)) piece = "\n\n", bytes = 2;
-        for (size_t k = 0; k < bytes && used + 1 < sizeof text; k++)
-            text[used++] = (unsigned char)piece[k] < ' ' && piece[k] != '\n' && piece[k] != '\t' ? '?' : piece[k];
-    }
-    log_say(log, "--- sample at step %lld ---\n%.*s\n---", (long long)step, (int)used, text);
+    if (log) text_say(log, tokenizer, g->sample, count, step);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -683,7 +690,7 @@ static void config_expect(bool fine, const char *path, const char *key, const ch
 }
 
 static GPTConfig config_read(const char *folder) {
-    char path[1024];
+    char path[MAX_PATH];
     GPTConfig config;
     snprintf(path, sizeof path, "%s/config.json", folder);
     json_t *json = json_read(path);
@@ -703,6 +710,11 @@ static GPTConfig config_read(const char *folder) {
     config_expect(!tied || json_is_true(tied), path, "tie_word_embeddings", "true");
     config_expect(config.C <= MAX_CHANNELS, path, "n_embd", "at most a million");
     config_expect(config_number(json, path, "n_inner", 4 * config.C) == 4 * config.C, path, "n_inner", "4 n_embd");
+    config_expect(!json_is_true(json_object_get(json, "scale_attn_by_inverse_layer_idx")), path,
+                  "scale_attn_by_inverse_layer_idx", "false");
+    config_expect(!json_is_false(json_object_get(json, "scale_attn_weights")), path, "scale_attn_weights", "true");
+    config_expect(!json_is_true(json_object_get(json, "add_cross_attention")), path, "add_cross_attention",
+                  "false");
     config_expect(config.C % config.NH == 0, path, "n_embd", "a multiple of n_head");
     json_decref(json);
     return config;
@@ -752,7 +764,7 @@ static void head_check(const Safetensors *file, const char *path) {
 
 // Every parameter must be there with its shape, and nothing unknown.
 static Safetensors *folder_open(const char *folder, const FsdpUnit *units, int count) {
-    char path[1024];
+    char path[MAX_PATH];
     int found = 0, extra = 0;
     snprintf(path, sizeof path, "%s/model.safetensors", folder);
     Safetensors *file = safetensors_open(path);
@@ -783,7 +795,7 @@ static Safetensors *folder_open(const char *folder, const FsdpUnit *units, int c
 }
 
 static void config_write(const GPTConfig *config, const char *folder) {
-    char path[1024];
+    char path[MAX_PATH];
     snprintf(path, sizeof path, "%s/config.json", folder);
     json_t *json = json_pack("{s:[s], s:s, s:s, s:i, s:i, s:i, s:i, s:i, s:f, s:b}", "architectures",
                              "GPT2LMHeadModel", "model_type", "gpt2", "activation_function", "gelu_new", "n_layer",
@@ -800,7 +812,7 @@ static void folder_write(GPT *g, const char *folder, SafetensorsType dtype) {
     const int count = g->config.L * BLOCK_TENSORS + ROOT_TENSORS;
     SafetensorsEntry *entries = (SafetensorsEntry *)calloc((size_t)count, sizeof(SafetensorsEntry));
     SafetensorsWriter *writer = NULL;
-    char path[1024];
+    char path[MAX_PATH];
     int n = 0;
     if (!entries) die(EXIT_CODE_FAILURE, NULL, "out of memory");
     for (int u = 0; u <= g->config.L; u++)
@@ -895,7 +907,7 @@ static void option_flag(Settings *s, char letter, const char *name, bool *value,
 
 static void settings_table(Settings *s) {
     const double most = 9e15; // whole numbers up to here are exact
-    option_text(s, 'i', "train-data", &s->train_data, "GLOB training shards");
+    option_text(s, 'i', "train-data", &s->train_data, "GLOB training shards (the stories that make run writes)");
     option_text(s, 'j', "val-data", &s->val_data, "GLOB validation shards (none)");
     option_text(s, 'o', "output", &s->output, "DIR where log.jsonl goes (none: console only)");
     option_text(s, 'e', "model", &s->model, "SPEC d12, gpt2-medium, gpt3:768, 4x4x256, or a model folder (d12)");
@@ -903,7 +915,8 @@ static void settings_table(Settings *s) {
                  "N tokens in the vocabulary (the model's, the data's, or 50257)");
     option_text(s, 0, "tokenizer", &s->tokenizer, "NAME for prompts and samples (the data's)");
     option_count(s, 'b', "micro-batch", &s->B, 1, 1e6, "N sequences per rank and micro-step (4)");
-    option_count(s, 't', "seq-len", &s->T, 1, 1e6, "N tokens per sequence (1024)");
+    option_count(s, 't', "seq-len", &s->T, 1, 1e6,
+                 "N tokens per sequence (1024, or the model's context if shorter)");
     option_count(s, 'd', "total-batch", &s->total_batch, 1, most,
                  "N tokens per step of all ranks (micro-batch x seq-len x ranks)");
     option_count(s, 0, "threads", &s->threads, 1, 4096,
@@ -933,7 +946,7 @@ static void settings_table(Settings *s) {
     option_count(s, 'm', "val-batches", &s->val_batches, 0, 1e9, "N micro-batches of a validation, 0: all (0)");
     option_count(s, 's', "sample-every", &s->sample_every, 0, most, "N steps between samples, 0: none (0)");
     option_count(s, 'g', "sample-tokens", &s->sampling.tokens, 1, 1e6, "N tokens of a sample (64)");
-    option_text(s, 0, "prompt", &s->sampling.prompt, "TEXT that samples begin with");
+    option_text(s, 0, "prompt", &s->sampling.prompt, "TEXT that samples begin with; with --steps 0 one is written");
     option_number(s, 0, "temperature", &s->sampling.temperature, 0, 100,
                   "X of samples, 0: the likeliest token (1.0)");
     option_count(s, 0, "top-k", &s->sampling.top_k, 0, 1e7,
@@ -1022,9 +1035,10 @@ static GPTConfig model_config(const Settings *s, int64_t vocab, const char **fol
 
 // NAME.json for shards NAME_train…, when there is one: *vocab and *tokenizer of the data. The card stays open.
 static json_t *card_read(const char *glob, int64_t *vocab, const char **tokenizer) {
-    char path[1024];
+    char path[MAX_PATH];
     struct stat status;
-    const char *mark = strstr(glob, "_train");
+    const char *name = strrchr(glob, '/'), *mark = NULL;
+    for (const char *at = name ? name : glob; (at = strstr(at, "_train")) != NULL; at++) mark = at;
     if (!mark) return NULL;
     snprintf(path, sizeof path, "%.*s.json", (int)(mark - glob), glob);
     if (stat(path, &status) != 0) return NULL;
@@ -1052,33 +1066,22 @@ typedef struct {
     Tokenizer *tokenizer;
     Log *log;
     int64_t sequences; // per step
+    int val_batches;   // micro-batches of a validation, of all ranks together; 0: none
     int ranks;
     char cores[512];
 } Run;
 
-static void run_read_data(Run *r) {
+// A sample is written every so many steps, or, without training, because there is a prompt.
+static bool samples_wanted(const Settings *s) {
+    return s->sample_every > 0 || (s->steps == 0 && options_given(s->options, s->option_count, "prompt"));
+}
+
+static void tokenizer_choose(Run *r) {
     Settings *s = &r->settings;
-    int64_t card_vocab = 0, vocab;
-    const char *card_tokenizer = NULL;
-    r->card = card_read(s->train_data, &card_vocab, &card_tokenizer);
-    vocab = s->vocab ? s->vocab : card_vocab ? card_vocab : 50257;
-    r->config = model_config(s, vocab, &r->folder);
-    if (r->folder && s->vocab && s->vocab != r->config.V)
-        die(EXIT_CODE_USAGE, "leave --vocab-size out", "--vocab-size %lld: %s has %d", (long long)s->vocab,
-            r->folder, r->config.V);
-    if (s->T > r->config.maxT)
-        die(EXIT_CODE_USAGE, "give a shorter --seq-len, or a model with a longer context",
-            "--seq-len %lld is longer than the model's context of %d", (long long)s->T, r->config.maxT);
-    if (!s->tokenizer) s->tokenizer = card_tokenizer;
-    if (s->plan || (s->steps == 0 && options_given(s->options, s->option_count, "steps"))) return;
-    LoaderOptions train = {"--train-data",  s->train_data,    s->T, r->config.V, false,
-                           s->shuffle != 0, (uint64_t)s->seed};
-    LoaderOptions val = {"--val-data", s->val_data, s->T, r->config.V, true, false, 0};
-    r->train = loader_open(train);
-    if (s->val_data) r->val = loader_open(val);
-    if (s->sample_every && !s->tokenizer)
+    if (!s->tokenizer && r->config.V == TOKENIZER_BYTES_VOCAB) s->tokenizer = "bytes";
+    if (samples_wanted(s) && !s->tokenizer)
         die(EXIT_CODE_USAGE, "give --tokenizer bytes, or train on shards with a card",
-            "--sample-every %lld needs a tokenizer", (long long)s->sample_every);
+            "--sample-every and --prompt need a tokenizer");
     if (!s->tokenizer) return;
     r->tokenizer = tokenizer_open(s->tokenizer);
     if (tokenizer_vocab(r->tokenizer) > r->config.V)
@@ -1086,10 +1089,36 @@ static void run_read_data(Run *r) {
             "--tokenizer %s has %d tokens, the model %d", s->tokenizer, tokenizer_vocab(r->tokenizer), r->config.V);
 }
 
-// Sizes that depend on the number of ranks.
-static void run_size(Run *r) {
+// The model's sizes, and the data that this run needs: a plan needs none, and without steps there is no training.
+static void run_read_data(Run *r) {
     Settings *s = &r->settings;
-    const int64_t micro = s->B * s->T, all = micro * r->ranks;
+    const bool trains = !s->plan && (s->steps > 0 || !options_given(s->options, s->option_count, "steps"));
+    int64_t card_vocab = 0, vocab;
+    const char *card_tokenizer = NULL;
+    if (trains || options_given(s->options, s->option_count, "train-data"))
+        r->card = card_read(s->train_data, &card_vocab, &card_tokenizer);
+    vocab = s->vocab ? s->vocab : card_vocab ? card_vocab : 50257;
+    r->config = model_config(s, vocab, &r->folder);
+    if (r->folder && s->vocab && s->vocab != r->config.V)
+        die(EXIT_CODE_USAGE, "leave --vocab-size out", "--vocab-size %lld: %s has %d", (long long)s->vocab,
+            r->folder, r->config.V);
+    if (!options_given(s->options, s->option_count, "seq-len") && s->T > r->config.maxT) s->T = r->config.maxT;
+    if (s->T > r->config.maxT)
+        die(EXIT_CODE_USAGE, "give a shorter --seq-len, or a model with a longer context",
+            "--seq-len %lld is longer than the model's context of %d", (long long)s->T, r->config.maxT);
+    if (!s->tokenizer) s->tokenizer = card_tokenizer;
+    if (s->plan) return;
+    LoaderOptions train = {"--train-data",  s->train_data,    s->T, r->config.V, false,
+                           s->shuffle != 0, (uint64_t)s->seed};
+    LoaderOptions val = {"--val-data", s->val_data, s->T, r->config.V, true, false, 0};
+    if (trains) r->train = loader_open(train);
+    if (s->val_data) r->val = loader_open(val);
+    tokenizer_choose(r);
+}
+
+// The batch must come out even for this number of ranks.
+static void batch_check(Settings *s, int ranks) {
+    const int64_t micro = s->B * s->T, all = micro * ranks;
     if (micro > MAX_MICRO_TOKENS)
         die(EXIT_CODE_USAGE, "give a smaller --micro-batch or --seq-len",
             "--micro-batch %lld x --seq-len %lld: %lld tokens, expected at most %d", (long long)s->B,
@@ -1098,11 +1127,17 @@ static void run_size(Run *r) {
     if (s->total_batch % all != 0)
         die(EXIT_CODE_USAGE, "change --total-batch, --micro-batch or the number of ranks",
             "--total-batch %lld is no multiple of micro-batch %lld x seq-len %lld x ranks %d = %lld tokens",
-            (long long)s->total_batch, (long long)s->B, (long long)s->T, r->ranks, (long long)all);
-    if (s->total_batch / all > MAX_MICRO_STEPS)
+            (long long)s->total_batch, (long long)s->B, (long long)s->T, ranks, (long long)all);
+    if (s->total_batch / micro > MAX_MICRO_BATCHES)
         die(EXIT_CODE_USAGE, "give a smaller --total-batch",
-            "--total-batch %lld takes %lld micro-steps of %lld tokens, expected at most %d",
-            (long long)s->total_batch, (long long)(s->total_batch / all), (long long)all, MAX_MICRO_STEPS);
+            "--total-batch %lld takes %lld micro-batches of %lld tokens, expected at most %d",
+            (long long)s->total_batch, (long long)(s->total_batch / micro), (long long)micro, MAX_MICRO_BATCHES);
+}
+
+// Sizes that depend on the number of ranks.
+static void run_size(Run *r) {
+    Settings *s = &r->settings;
+    batch_check(s, r->ranks);
     r->sequences = s->total_batch / s->T;
     if (r->train && !options_given(s->options, s->option_count, "steps")) {
         s->steps = loader_sequences(r->train) / r->sequences;
@@ -1113,50 +1148,49 @@ static void run_size(Run *r) {
             "--warmup %lld of --steps %lld leaves no step to train at full rate", (long long)s->warmup,
             (long long)s->steps);
     int64_t val = r->val ? (loader_sequences(r->val) + s->B - 1) / s->B : 0;
-    if (s->val_batches > 0 && s->val_batches < val) val = s->val_batches;
-    int64_t sample = s->sample_every ? s->sampling.tokens + (int64_t)strlen(s->sampling.prompt) + 1 : 0;
+    r->val_batches = (int)(s->val_batches > 0 && s->val_batches < val ? s->val_batches : val);
     bool bf16 = s->precision == PRECISION_BF16 || (s->precision == PRECISION_AUTO && ops_native_bf16());
     r->run.B = (int)s->B;
     r->run.T = (int)s->T;
-    r->run.micro_steps = (int)(s->total_batch / all);
-    r->run.val_batches = (int)val;
-    r->run.sample_tokens = (int)sample;
+    r->run.micro_steps = (int)(s->total_batch / (s->B * s->T * r->ranks));
+    r->run.sample_tokens =
+        samples_wanted(s) ? (int)(s->sampling.tokens + (int64_t)strlen(s->sampling.prompt) + 1) : 0;
     r->run.threads = (int)s->threads;
     r->run.dtype = bf16 ? BF16 : F32;
     r->run.clip = (float)s->clip;
     r->run.exporting = s->export_folder != NULL;
-    r->schedule.lr = s->lr;
-    r->schedule.final = s->final_lr;
-    r->schedule.steps = s->steps;
-    r->schedule.warmup = s->warmup;
-    r->schedule.kind = s->schedule;
+    Schedule schedule = {s->lr, s->final_lr, s->steps, s->warmup, s->schedule};
+    r->schedule = schedule;
     s->sampling.seed = (uint64_t)s->seed;
 }
 
-// Everything a run will do, done once on a device that only counts: so its ledger is the plan.
-static void rehearse(GPT *g) {
+// Everything a run will do, done once on a device that only counts: so its ledger is the plan. Returns the traffic of a
+// step.
+static CommTraffic rehearse(GPT *g) {
     AdamW settings = {0, 0, 0, 0, 0, 0, 0};
     train_step(g, NULL, 0, 1, settings);
-    if (g->run.val_batches > 0) validate(g, NULL, 1);
+    CommTraffic step = comm_traffic(g->comm);
+    validate(g, NULL, 1);
     for (int count = SAMPLE_ROUND; g->run.sample_tokens > 0; count += SAMPLE_ROUND) {
         logits_after(g, NULL, count < g->run.T ? count : g->run.T);
         if (count >= g->run.T || count >= g->run.sample_tokens) break;
     }
+    return step;
 }
 
 static double mebibytes(double bytes) { return bytes / 1048576; }
 
-// What is planned for one rank. After the rehearsal of one step comm has counted its traffic.
-static void plan_say(Log *log, const Device *device, const GPT *g, int ranks) {
+// What is planned for one rank.
+static void plan_say(Log *log, const Device *device, CommTraffic traffic, int ranks) {
     const Arena *arena;
-    CommTraffic traffic = comm_traffic(g->comm);
     log_say(log, "memory per rank, of %d", ranks);
     for (int i = 0; (arena = device_arena(device, i)) != NULL; i++)
         log_say(log, "  %-18s %12.2f MiB %16zu bytes", arena->name, mebibytes((double)arena->bytes), arena->bytes);
     log_say(log, "  %-18s %12.2f MiB %16zu bytes", "all", mebibytes((double)device_bytes(device)),
             device_bytes(device));
-    log_say(log, "received per rank and step: gathered %.2f MiB, for reduction %.2f MiB",
-            mebibytes(traffic.gathered), mebibytes(traffic.reduced));
+    if (ranks > 1)
+        log_say(log, "received per rank and step: gathered %.2f MiB, for reduction %.2f MiB",
+                mebibytes(traffic.gathered), mebibytes(traffic.reduced));
 }
 
 // The initial value of any element depends on the seed and its place alone.
@@ -1227,7 +1261,7 @@ static void run_say(const Run *r, int64_t parameters) {
                 (long long)loader_leftover(r->train));
     if (r->val)
         log_say(r->log, "validating on %s: %lld targets, %d micro-batches", s->val_data,
-                (long long)loader_targets(r->val), r->run.val_batches);
+                (long long)loader_targets(r->val), r->val_batches);
     if (s->steps > 0) log_say(r->log, "%lld steps", (long long)s->steps);
     log_say(r->log, "a step is %lld tokens: %d rank%s x %d micro-step%s x %d sequences of %d",
             (long long)s->total_batch, r->ranks, r->ranks == 1 ? "" : "s", r->run.micro_steps,
@@ -1256,8 +1290,15 @@ static double flops_per_token(const Run *r, int64_t parameters) {
 }
 
 static void validation_say(Run *r, GPT *g, int64_t step) {
-    Validation result = validate(g, r->val, r->run.val_batches);
+    Validation result = validate(g, r->val, r->val_batches);
     log_val(r->log, step, result.loss, result.loss_late, result.tokens);
+}
+
+// What a model can do without training: a validation and a sample, where asked for.
+static void run_evaluate(Run *r, GPT *g) {
+    if (r->val) validation_say(r, g, 0);
+    if (samples_wanted(&r->settings)) sample_say(g, r->log, r->tokenizer, &r->settings.sampling, 0);
+    log_end(r->log, 0, "done");
 }
 
 // The training loop. Returns the exit code.
@@ -1309,6 +1350,22 @@ static void memory_say(const Run *r, const Device *plan, const Device *device) {
             mebibytes(peak), mebibytes(ledger), mebibytes(files), mebibytes(peak - ledger - files));
 }
 
+// Folders are checked before hours are spent on what goes there.
+static void export_claim(const char *folder) {
+    char path[MAX_PATH];
+    struct stat status;
+    snprintf(path, sizeof path, "%s/model.safetensors", folder);
+    if (stat(path, &status) == 0)
+        die(EXIT_CODE_USAGE, "choose another --export, or remove it", "--export %s already holds a model", folder);
+    folder_make(folder, "--export");
+}
+
+static void path_check(const char *option, const char *path) {
+    if (path && strlen(path) > MAX_FOLDER)
+        die(EXIT_CODE_USAGE, "give a shorter path", "--%s: %zu characters, expected at most %d", option,
+            strlen(path), MAX_FOLDER);
+}
+
 // Reads and checks all that is read from outside; rank 0 does so first, so that a fault is reported once.
 static void run_open(Run *r, int argc, char **argv) {
     Settings *s = &r->settings;
@@ -1318,11 +1375,16 @@ static void run_open(Run *r, int argc, char **argv) {
     if (s->help || s->version) {
         if (comm_world_rank() == 0 && s->help) help_print(s);
         if (comm_world_rank() == 0 && !s->help) printf("%s\n", version_text);
+        if (fflush(stdout) != 0) die(EXIT_CODE_FAILURE, "is the disk full?", "cannot write to standard output");
         comm_others();
         comm_end();
         exit(EXIT_CODE_DONE);
     }
     if (s->ranks && !s->plan) die(EXIT_CODE_USAGE, "start ranks with mpirun -n", "--ranks belongs to --plan");
+    path_check("train-data", s->train_data);
+    path_check("model", s->model);
+    path_check("output", s->output);
+    path_check("export", s->export_folder);
     r->ranks = s->ranks ? (int)s->ranks : comm_world_size();
     int threads = (int)s->threads;
     device_cores(comm_local_rank(), comm_local_size(), comm_bound_on_purpose(), &threads, r->cores,
@@ -1335,7 +1397,7 @@ static void run_open(Run *r, int argc, char **argv) {
         r->weights = folder_open(r->folder, units, r->config.L + 1);
         units_free(units, r->config.L + 1);
     }
-    if (s->export_folder && !s->plan && comm_world_rank() == 0) folder_make(s->export_folder, "--export");
+    if (s->export_folder && !s->plan && comm_world_rank() == 0) export_claim(s->export_folder);
     r->log = log_open(comm_world_rank() == 0, s->plan ? NULL : s->output);
     comm_others();
 }
@@ -1352,7 +1414,7 @@ static void run_close(Run *r) {
 // The run itself, once its plan is made.
 static int run_go(Run *r, const Device *plan, int64_t parameters) {
     const Settings *s = &r->settings;
-    double peak = peak_measure(&r->run);
+    double peak = s->steps > 0 ? peak_measure(&r->run) : 0;
     Device *device = device_open(plan);
     Comm *comm = comm_world(device, s->comm_timeout);
     GPT *g = gpt_open(device, comm, r->config, r->run);
@@ -1368,11 +1430,12 @@ static int run_go(Run *r, const Device *plan, int64_t parameters) {
         log_say(r->log, "peak of a matrix product: %.0f GFLOP/s per rank; mfu is the model's FLOPs over it",
                 peak / 1e9);
         code = run_train(r, g, peak);
-        memory_say(r, plan, device);
-    }
+    } else
+        run_evaluate(r, g);
+    memory_say(r, plan, device);
     if (code == EXIT_CODE_DONE && s->export_folder) {
         folder_write(g, s->export_folder, s->export_dtype == 0 ? SAFETENSORS_F32 : SAFETENSORS_BF16);
-        log_say(r->log, "exported to %s, without tokenizer files", s->export_folder);
+        log_say(r->log, "exported to %s; bytes are tokens, so there are no tokenizer files", s->export_folder);
     }
     gpt_close(g);
     comm_close(comm);
@@ -1391,15 +1454,17 @@ int main(int argc, char **argv) {
     Comm *planned = comm_plan(plan, 0, run.ranks);
     GPT *rehearsed = gpt_open(plan, planned, run.config, run.run);
     int64_t parameters = parameters_count(rehearsed->units, run.config.L + 1);
-    rehearse(rehearsed);
+    CommTraffic traffic = rehearse(rehearsed);
     run_say(&run, parameters);
-    plan_say(run.log, plan, rehearsed, run.ranks);
+    plan_say(run.log, plan, traffic, run.ranks);
     gpt_close(rehearsed);
     comm_close(planned);
 
     int code = run.settings.plan ? EXIT_CODE_DONE : run_go(&run, plan, parameters);
     device_close(plan);
     run_close(&run);
+    if (fflush(stdout) != 0 || ferror(stdout))
+        die(EXIT_CODE_FAILURE, "is the disk full?", "cannot write to standard output");
     comm_end();
     return code;
 }

@@ -105,6 +105,22 @@ script() {
     ended "$1 of $build" "$code" "${passed:-0}" "${failed:-0}"
 }
 
+# compiles NAME COMMAND...: whether a compiler, where it is there, takes a source without a word.
+compiles() {
+    local name=$1
+    shift
+    command -v "$1" >/dev/null || return 0
+    timed "$@"
+    if ((code == 0)) && [[ ! -s $log ]]; then ended "$name" 0 1 0; else ended "$name" "$code" 0 1; fi
+}
+
+# The other compilers: clang for all sources, nvcc for the trainer, which must stay valid CUDA C++.
+other_compilers() {
+    compiles 'clang: all sources' clang -fsyntax-only -std=gnu11 -fopenmp -Wall -Wextra -Werror -Wno-unused-function \
+        $(mpicc --showme:compile) -D_GNU_SOURCE -I. -Ifsdp -Idev fsdp/*.c data/*.c dev/*.c test_gpt.c -x c train_gpt.cu
+    compiles 'nvcc: train_gpt.cu' nvcc -x cu -std=c++17 -Werror all-warnings -I. -Ifsdp -c train_gpt.cu -o /dev/null
+}
+
 # suite BUILD: all that there is to test of a build.
 suite() {
     local build=$1 singles='test_ops test_loader test_safetensors test_data test_device' several='test_comm test_fsdp test_gpt'
@@ -125,6 +141,7 @@ suite() {
 
 (($# > 0)) || set -- build
 for build in "$@"; do suite "$build"; done
+other_compilers
 
 echo "$all_passed passed, $all_failed failed"
 ((all_failed == 0))

@@ -240,6 +240,24 @@ for precision in fp32 $bf16; do
     done
 done
 
+# 3 steps of 8 micro-batches, on up to 8 ranks and 16 threads.
+eight=("${good[@]:0:8}" -x 3 -d 1024 -l 1e-3)
+for precision in fp32 $bf16; do
+    done_well 1 "${eight[@]}" --precision $precision --threads 1 -o eight-$precision
+    for other in '2 16' '4 2' '8 1'; do
+        read -r ranks threads <<<"$other"
+        name=eight-$precision-$ranks-$threads
+        done_well "$ranks" "${eight[@]}" --precision $precision --threads "$threads" -o "$name"
+        check "$name: losses and norms to the last digit" same_log eight-$precision/log.jsonl "$name/log.jsonl"
+    done
+done
+
+# A larger one takes no more beside the ledger.
+if [[ $TRAIN == "$root/train_gpt" ]]; then
+    done_well 2 "${good[@]:0:2}" -e d6 -t 256 -b 1 -x 1
+    check 'memory beyond the ledger of d6' awk -F'other ' '/^peak memory/ { found = $2 + 0 > 0 && $2 + 0 < 96 } END { exit !found }' out
+fi
+
 log=fp32-1/log.jsonl
 x='-?[0-9.]+(e[-+][0-9]+)?'
 check 'the log is lines of JSON' json_lines $log
@@ -320,12 +338,32 @@ refused 2 1 'cut/model.safetensors' "${good[@]:0:6}" -e cut
 refused 2 1 'other/model.safetensors;wpe.weight;64;32;HINT' "${good[@]:0:2}" -t 32 -e other
 refused 2 1 "--vocab-size 300;$trained;257" "${good[@]:0:6}" -e $trained --vocab-size 300
 
+sed '2i"scale_attn_by_inverse_layer_idx": true,' $trained/config.json >relu/config.json
+refused 2 1 'relu/config.json;scale_attn_by_inverse_layer_idx' "${good[@]:0:6}" -e relu
+refused 2 1 '--seq-len 65;64' "${good[@]:0:2}" -t 65 -e $trained
+
+# What a model says, without training or data; its context is the model's.
+done_well 1 -e $trained --steps 0 --prompt 'Once ' -g 20
+check 'a sample without training begins with the prompt' grep -q '^Once ' out
+done_well 2 -e $trained --steps 0 -j 'good_val_*.bin'
+check 'a validation without training' grep -q '^validation at step 0: loss' out
+# A head wider than the kernels' buffers, in a path that holds the mark of shards twice.
+mkdir my_training && cp good_train_000000.bin my_training/ && cp good.json my_training/
+done_well 1 -i 'my_training/good_train_*.bin' -e 1x1x1040 -t 8 -b 1 -x 1 --precision fp32
+check "the card of data in a folder named like shards" grep -q 'vocabulary 257' out
+
 # ----------------------------------------------------------------------------------------------------------------------
 # what cannot be written
 
 refused 1 '1 2' 'cannot make folder good.json;--output' "${five[@]}" -o good.json/run
 refused 1 '1 2' 'cannot make folder good.json/model;--export' "${five[@]}" --export good.json/model
 refused 1 1 '/proc/run;--output' "${five[@]}" -o /proc/run
+
+refused 2 1 '--export;fp32-1-model;already' "${five[@]}" --export $trained
+(flock 9; refused 1 1 '--output busy;another run' "${five[@]}" -o busy; echo $passed $failed >counted) 9>>"$(mkdir -p busy && echo busy/log.jsonl)"
+read -r passed failed <counted
+run 1 --help && timeout 20 "${alone[@]}" "$TRAIN" --help >/dev/full 2>err
+check 'a full standard output' test $? = 1
 
 # A disk with 4 KiB left, mounted for these commands alone; where the system does not let us, untested.
 mkdir disk

@@ -14,9 +14,8 @@
 // row sums of dO ∘ O (Dao et al., "FlashAttention", arXiv 2205.14135, appendix B):
 //     dV += Pᵀ·dO    dP = dO·Vᵀ    dS = P ∘ (dP - D) / √HS    dQ = dS·K    dK += dSᵀ·Q
 #include "ops_cpu_common.h"
-#include <assert.h> // assert
-#include <math.h>   // sqrt, logf
-#include <omp.h>    // omp_get_thread_num
+#include <math.h> // sqrt, logf
+#include <omp.h>  // omp_get_thread_num
 
 enum { TILE = 128, MAX_TILES = 512 }; // longer sequences than the two allow take larger tiles
 
@@ -200,10 +199,15 @@ static void backward_row(void *prob, void *dscores, size_t first, float *scores,
 // D: row sums of dout ∘ out
 static void delta_rows(const Scratch *s, int T, int HS, DType dtype) {
     float dout_buffer[VECTOR_BLOCK], out_buffer[VECTOR_BLOCK];
-    assert(HS <= VECTOR_BLOCK);
-    for (int t = 0; t < T; t++)
-        s->delta[t] = row_dot(row_in(s->dout, (size_t)t * HS, HS, dtype, dout_buffer),
-                              row_in(s->out, (size_t)t * HS, HS, dtype, out_buffer), HS);
+    for (int t = 0; t < T; t++) {
+        s->delta[t] = 0;
+        for (int c = 0; c < HS; c += VECTOR_BLOCK) {
+            int n = least(VECTOR_BLOCK, HS - c);
+            size_t first = (size_t)t * (size_t)HS + (size_t)c;
+            s->delta[t] += row_dot(row_in(s->dout, first, n, dtype, dout_buffer),
+                                   row_in(s->out, first, n, dtype, out_buffer), n);
+        }
+    }
 }
 
 // dQ goes into dqkv tile by tile; dK and dV gather in s. The last tile comes first: its keys are all keys, so it sets

@@ -83,7 +83,7 @@ void comm_all_reduce(Comm *comm, void *values, size_t count, CommOp op);
 void comm_broadcast(Comm *comm, void *data, size_t bytes, int root);
 void comm_barrier(Comm *comm); // waits, by sleeping
 
-// Bytes this rank sent and received since the group began, by kind, for the report.
+// Bytes this rank received since the group began, by kind, for the report.
 typedef struct {
     double gathered, reduced;
 } CommTraffic;

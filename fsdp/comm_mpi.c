@@ -66,7 +66,8 @@ static void tell_others(int code) {
     request_await(&request);
 }
 
-// What die() ends the program with: quietly while the others wait for rank 0 to have looked, else by force.
+// What die() ends the program with: quietly while the others wait for rank 0 to have looked, else by force. MPI_Abort may
+// then meet the streams' thread inside MPI; all it has left to do is to end both.
 static void end_all_ranks(int code) {
     if (started && first_alone && world_rank == 0) {
         tell_others(code);
@@ -144,10 +145,22 @@ int comm_local_rank(void) { return local_rank; }
 int comm_local_size(void) { return local_size; }
 const char *comm_host(void) { return host; }
 
+// Whether Open MPI's launcher was given this setting, with `part` in its value.
+static bool launcher_set(const char *setting, const char *part) {
+    char name[128];
+    snprintf(name, sizeof name, "OMPI_MCA_%s", setting);
+    return getenv(name) && strstr(getenv(name), part);
+}
+
 bool comm_bound_on_purpose(void) {
-    const char *policy = getenv("OMPI_MCA_hwloc_base_binding_policy");
     cpu_set_t set;
-    if (getenv("OMPI_COMM_WORLD_SIZE")) return policy && strncmp(policy, "none", 4) != 0;
+    if (getenv("OMPI_COMM_WORLD_SIZE"))
+        return (launcher_set("hwloc_base_binding_policy", "") &&
+                !launcher_set("hwloc_base_binding_policy", "none")) ||
+               launcher_set("hwloc_base_cpu_set", "") || launcher_set("rmaps_base_mapping_policy", "PE=") ||
+               launcher_set("rmaps_base_mapping_policy", "pe=") || launcher_set("rmaps_rank_file_path", "") ||
+               launcher_set("orte_rankfile", "");
+    CPU_ZERO(&set);
     return sched_getaffinity(0, sizeof set, &set) == 0 && CPU_COUNT(&set) < sysconf(_SC_NPROCESSORS_ONLN);
 }
 

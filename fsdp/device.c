@@ -75,8 +75,6 @@ void clock_join(Clock *into, const Clock *from) {
         if (into->at[i] < from->at[i]) into->at[i] = from->at[i];
 }
 
-const char *stream_name(const Stream *stream) { return stream_order((Stream *)stream)->name; }
-
 // The next moment of a stream: after all it has waited for and all the host has.
 static uint64_t stream_tick(StreamOrder *order) {
     clock_join(&order->clock, order->host);

@@ -39,7 +39,7 @@ static inline size_t dtype_size(DType dtype) { return dtype == BF16 ? 2 : 4; }
 
 typedef struct Device Device;
 
-enum { DEVICE_ALIGN = 64, DEVICE_MAX_ARENAS = 32 };
+enum { DEVICE_ALIGN = 64, DEVICE_MAX_ARENAS = 32, DEVICE_MAX_THREADS = 4096 };
 
 typedef struct {
     const char *name; // a string constant
@@ -90,8 +90,8 @@ size_t device_file_bytes(void);
 
 // Gives the process its share of the node's cores: cores local_rank·n/local_ranks … of the n there are, all of them when
 // there are fewer cores than ranks. keep: leave a binding that somebody chose. Without keep the launcher's own (default)
-// binding is undone first: the node's cores are then those of the parent process, the launcher. Call before the first
-// OpenMP region. *threads > 0 is kept; otherwise it becomes OMP_NUM_THREADS if set, else the share, at least 1.
+// binding is undone first: the node's cores are then those of the nearest ancestor process with more of them. Call before
+// the first OpenMP region. *threads > 0 is kept; otherwise it becomes OMP_NUM_THREADS if set, else the share, at least 1.
 // text gets a line that says what the rank runs on.
 void device_cores(int local_rank, int local_ranks, bool keep, int *threads, char *text, size_t size);
 

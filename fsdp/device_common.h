@@ -31,6 +31,6 @@ typedef struct {
 } StreamOrder;
 
 StreamOrder *stream_order(Stream *stream);
-Ledger *device_ledger(const Device *device);
+const Ledger *device_ledger(const Device *device);
 
 #endif

@@ -73,7 +73,8 @@ struct Device {
 };
 
 StreamOrder *stream_order(Stream *stream) { return &stream->order; }
-Ledger *device_ledger(const Device *device) { return (Ledger *)&device->ledger; }
+const char *stream_name(const Stream *stream) { return stream->order.name; }
+const Ledger *device_ledger(const Device *device) { return &device->ledger; }
 
 static void *take(size_t count, size_t size) {
     void *memory = calloc(count, size);
@@ -257,19 +258,52 @@ static void cores_text(const cpu_set_t *set, char *text, size_t size) {
     }
 }
 
+// The parent of a process; 1 when unknown.
+static pid_t parent_of(pid_t process) {
+    char path[64], line[128];
+    int parent = 1;
+    snprintf(path, sizeof path, "/proc/%d/status", (int)process);
+    FILE *file = fopen(path, "r");
+    while (file && fgets(line, sizeof line, file))
+        if (sscanf(line, "PPid: %d", &parent) == 1) break;
+    if (file) fclose(file);
+    return parent;
+}
+
+// The cores there were before a launcher narrowed this process down: those of the nearest ancestor that has more, since
+// a script may stand between launcher and program. Without one, the process's own.
+static void cores_unbound(cpu_set_t *set) {
+    cpu_set_t above;
+    for (pid_t process = getppid(); process > 1; process = parent_of(process)) {
+        CPU_ZERO(&above);
+        if (sched_getaffinity(process, sizeof above, &above) != 0) return;
+        if (CPU_COUNT(&above) <= CPU_COUNT(set)) continue;
+        *set = above;
+        return;
+    }
+}
+
+static int threads_asked(void) {
+    const char *asked = getenv("OMP_NUM_THREADS");
+    int threads = asked ? atoi(asked) : 0;
+    if (threads > DEVICE_MAX_THREADS)
+        die(EXIT_CODE_USAGE, NULL, "OMP_NUM_THREADS=%s: expected at most %d", asked, DEVICE_MAX_THREADS);
+    return threads;
+}
+
 void device_cores(int local_rank, int local_ranks, bool keep, int *threads, char *text, size_t size) {
     cpu_set_t set;
     char list[256];
-    const char *asked = getenv("OMP_NUM_THREADS");
     bool own = true; // the cores in set are this rank's alone
-    sched_getaffinity(0, sizeof set, &set);
+    CPU_ZERO(&set);
+    if (sched_getaffinity(0, sizeof set, &set) != 0) CPU_SET(0, &set);
     if (!keep) {
-        sched_getaffinity(getppid(), sizeof set, &set);
+        cores_unbound(&set);
         own = cores_take(&set, local_rank, local_ranks);
         if (sched_setaffinity(0, sizeof set, &set) != 0) sched_getaffinity(0, sizeof set, &set);
     }
     int cores = CPU_COUNT(&set);
-    if (*threads <= 0) *threads = asked ? atoi(asked) : 0;
+    if (*threads <= 0) *threads = threads_asked();
     if (*threads <= 0) *threads = own ? cores : 1;
     cores_text(&set, list, sizeof list);
     snprintf(text, size, "core%s %s%s, %d thread%s", cores == 1 ? "" : "s", list, keep ? " (as bound)" : "",

@@ -33,7 +33,7 @@ typedef struct {
     size_t size, slice; // elements; size = ranks · slice
     size_t first;       // of the rank's slice within the arrays over all units
     int reduced;        // micro-steps reduced so far in this step
-    char gather_phase[48], reduce_phase[48];
+    char gather_phase[48], reduce_phase[48], fetch_phase[48];
 } Place;
 
 struct Fsdp {
@@ -98,6 +98,7 @@ static void units_lay_out(Fsdp *f) {
         f->slice_elements += place->slice;
         f->elements += place->size;
         snprintf(place->gather_phase, sizeof place->gather_phase, "gather of %s", f->units[u].name);
+        snprintf(place->fetch_phase, sizeof place->fetch_phase, "fetch from %s", f->units[u].name);
         snprintf(place->reduce_phase, sizeof place->reduce_phase, "reduction of %s", f->units[u].name);
     }
 }
@@ -160,8 +161,8 @@ static void slots_take(Fsdp *f) {
         slot->filled = event_create(f->device, "filled");
         slot->reduced = event_create(f->device, "reduced");
         slot->shared.name = s == FSDP_ROOT ? "root gradient" : "gradient slot";
-        slot->memory = (float *)device_alloc(
-            f->device, slot->shared.name[0] == 'r' ? "root gradient" : "gradient slots", n * sizeof(float));
+        slot->memory = (float *)device_alloc(f->device, s == FSDP_ROOT ? "root gradient" : "gradient slots",
+                                             n * sizeof(float));
     }
 }
 
@@ -243,7 +244,7 @@ void fsdp_fill(Fsdp *f, FsdpSource source, void *context) {
 // Every rank gets a range of a tensor from the slices that hold it: each owner broadcasts its piece.
 static void fetch(Fsdp *f, const float *slices, int unit, int t, int64_t first, int64_t count, float *out) {
     Stream *stream = comm_stream(f->comm);
-    comm_phase(f->comm, f->places[unit].gather_phase);
+    comm_phase(f->comm, f->places[unit].fetch_phase);
     for (int rank = 0; rank < f->ranks; rank++) {
         Piece piece = piece_of(f, unit, &f->units[unit].tensors[t], (size_t)(first + count), rank);
         size_t skipped = piece.in_tensor < (size_t)first ? (size_t)first - piece.in_tensor : 0;

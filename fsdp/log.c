@@ -9,6 +9,7 @@
 #include <stdio.h>    // fopen, fprintf
 #include <stdlib.h>   // calloc, free
 #include <string.h>   // strerror
+#include <sys/file.h> // flock
 #include <sys/stat.h> // mkdir
 #include <time.h>     // clock_gettime
 #include <unistd.h>   // isatty, readlink
@@ -55,13 +56,29 @@ static bool watched(void) {
 }
 
 // Whether a run got as far as a step. One that did not, because its input was faulty say, may be run again.
-static bool holds_run(const char *path) {
+static bool holds_run(FILE *file) {
     char text[256];
     bool found = false;
-    FILE *file = fopen(path, "r");
-    while (file && !found && fgets(text, sizeof text, file)) found = strstr(text, "{\"event\":\"train\"") != NULL;
-    if (file) fclose(file);
+    while (!found && fgets(text, sizeof text, file)) found = strstr(text, "{\"event\":\"train\"") != NULL;
     return found;
+}
+
+// The log of a new run: locked as long as this process lives, so that no other run writes into it, and empty.
+static FILE *file_claim(const char *path, const char *output) {
+    FILE *file = fopen(path, "a+");
+    if (!file)
+        die(EXIT_CODE_FAILURE, "choose an --output that can be written to", "cannot write %s: %s", path,
+            strerror(errno));
+    if (flock(fileno(file), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
+        die(EXIT_CODE_FAILURE, "wait for it, or choose another --output", "--output %s: another run is using it",
+            output);
+    if (holds_run(file))
+        die(EXIT_CODE_USAGE, "choose another --output (--resume auto, to go on, will come with checkpoints)",
+            "--output %s already holds a run (log.jsonl)", output);
+    if (ftruncate(fileno(file), 0) != 0)
+        die(EXIT_CODE_FAILURE, "choose an --output that can be written to", "cannot write %s: %s", path,
+            strerror(errno));
+    return file;
 }
 
 Log *log_open(bool active, const char *output) {
@@ -72,13 +89,7 @@ Log *log_open(bool active, const char *output) {
     if (!output) return log;
     folder_make(output, "--output");
     snprintf(log->path, sizeof log->path, "%s/log.jsonl", output);
-    if (holds_run(log->path))
-        die(EXIT_CODE_USAGE, "go on with --resume auto where there are checkpoints, or choose another --output",
-            "--output %s already holds a run (log.jsonl)", output);
-    log->file = fopen(log->path, "w");
-    if (!log->file)
-        die(EXIT_CODE_FAILURE, "choose an --output that can be written to", "cannot write %s: %s", log->path,
-            strerror(errno));
+    log->file = file_claim(log->path, output);
     return log;
 }
 
@@ -93,6 +104,16 @@ void log_close(Log *log) {
 // ---------------------------------------------------------------------------------------------------------------------
 // console
 
+// 0:07, 3:25, 2:14:09
+static const char *duration(double seconds, char *text, int size) {
+    long s = seconds > 0 && seconds < 1e9 ? (long)(seconds + 0.5) : 0;
+    if (s >= 3600)
+        snprintf(text, (size_t)size, "%ld:%02ld:%02ld", s / 3600, s / 60 % 60, s % 60);
+    else
+        snprintf(text, (size_t)size, "%ld:%02ld", s / 60, s % 60);
+    return text;
+}
+
 static void bar_clear(Log *log) {
     if (log->bar_shown) printf("\r\033[K");
     log->bar_shown = false;
@@ -105,17 +126,8 @@ static void bar_draw(Log *log, const LogTrain *train) {
     for (int i = 0; i < WIDTH; i++) bar[i] = i < (int)(done * WIDTH) ? '=' : ' ';
     bar[WIDTH] = '\0';
     printf("\r[%s] %3.0f %%  loss %.4f  %s left\033[K", bar, 100 * done, train->loss,
-           log_duration(train->seconds_left, left, sizeof left));
+           duration(train->seconds_left, left, sizeof left));
     log->bar_shown = true;
-}
-
-const char *log_duration(double seconds, char *text, int size) {
-    long s = seconds > 0 && seconds < 1e9 ? (long)(seconds + 0.5) : 0;
-    if (s >= 3600)
-        snprintf(text, (size_t)size, "%ld:%02ld:%02ld", s / 3600, s / 60 % 60, s % 60);
-    else
-        snprintf(text, (size_t)size, "%ld:%02ld", s / 60, s % 60);
-    return text;
 }
 
 void log_say(Log *log, const char *format, ...) {
@@ -170,7 +182,7 @@ void log_train(Log *log, const LogTrain *train) {
             log,
             "step %6lld/%lld | loss %.6f | norm %8.4f | lr %.2e | %8.2f ms | %7.0f tok/s | mfu %4.1f%% | %s left",
             (long long)train->step, (long long)train->steps, train->loss, train->grad_norm, train->lr, train->ms,
-            train->tokens_per_s, 100 * train->mfu, log_duration(train->seconds_left, left, sizeof left));
+            train->tokens_per_s, 100 * train->mfu, duration(train->seconds_left, left, sizeof left));
         log->last_line = time;
     }
     if (log->terminal) {

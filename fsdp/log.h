@@ -26,7 +26,8 @@ typedef struct Log Log;
 void folder_make(const char *path, const char *option);
 
 // active: whether this rank logs at all. output: a folder, made when missing; NULL: console only. Dies with
-// EXIT_CODE_USAGE when the folder already holds a run, that is, a log with a step.
+// EXIT_CODE_USAGE when the folder already holds a run, that is, a log with a step, with EXIT_CODE_FAILURE when another
+// process is writing there.
 Log *log_open(bool active, const char *output);
 void log_close(Log *log);
 
@@ -55,9 +56,6 @@ void log_train(Log *log, const LogTrain *train);
 // loss_late: over targets in the second half of their sequence; NaN when there is none.
 void log_val(Log *log, int64_t step, double loss, double loss_late, int64_t tokens);
 void log_end(Log *log, int64_t step, const char *reason);
-
-// 0:07, 3:25, 2:14:09
-const char *log_duration(double seconds, char *text, int size);
 
 #ifdef __cplusplus
 }

@@ -1,4 +1,4 @@
-// ops on a CPU. Matrix products go through ops_cpu_products.c (oneDNN); the loops over rows are in ops_cpu_rows.h.
+// ops on a CPU. Matrix products go through ops_cpu_products.c (oneDNN); the loops over rows are in ops_cpu_common.h.
 //
 // Work is cut by the shape alone, never by the number of threads:
 //     rows of activations                 in blocks of ROW_BLOCK
@@ -27,6 +27,7 @@ Ops *ops_open(Device *device, int threads) {
     ops->threads = threads;
     ops->rehearsal = device_planning(device);
     ops->products = products_open(threads);
+    ops_scratch(ops, 1); // under a plan the whole of it, before the first step
     return ops;
 }
 
@@ -138,7 +139,7 @@ void residual_forward(Ops *ops, void *out, const void *x, const void *y, size_t 
     for (int block = 0; block < blocks_of(n, VECTOR_BLOCK); block++) {
         float x_buffer[VECTOR_BLOCK], y_buffer[VECTOR_BLOCK], out_buffer[VECTOR_BLOCK];
         size_t first = (size_t)block * VECTOR_BLOCK;
-        int count = n - first < VECTOR_BLOCK ? (int)(n - first) : VECTOR_BLOCK;
+        int count = block_length(n - first, VECTOR_BLOCK);
         const float *xf = row_in(x, first, count, dtype, x_buffer), *yf = row_in(y, first, count, dtype, y_buffer);
         float *of = row_out(out, first, dtype, out_buffer);
         for (int i = 0; i < count; i++) of[i] = xf[i] + yf[i];
@@ -343,7 +344,7 @@ void gelu_forward(Ops *ops, void *out, const void *x, size_t n, DType dtype) {
     for (int block = 0; block < blocks_of(n, VECTOR_BLOCK); block++) {
         float x_buffer[VECTOR_BLOCK], out_buffer[VECTOR_BLOCK];
         size_t first = (size_t)block * VECTOR_BLOCK;
-        int count = n - first < VECTOR_BLOCK ? (int)(n - first) : VECTOR_BLOCK;
+        int count = block_length(n - first, VECTOR_BLOCK);
         const float *xf = row_in(x, first, count, dtype, x_buffer);
         float *of = row_out(out, first, dtype, out_buffer);
         for (int i = 0; i < count; i++)
@@ -359,7 +360,7 @@ void gelu_backward(Ops *ops, void *dx, const void *dout, const void *x, size_t n
     for (int block = 0; block < blocks_of(n, VECTOR_BLOCK); block++) {
         float x_buffer[VECTOR_BLOCK], d_buffer[VECTOR_BLOCK], out_buffer[VECTOR_BLOCK];
         size_t first = (size_t)block * VECTOR_BLOCK;
-        int count = n - first < VECTOR_BLOCK ? (int)(n - first) : VECTOR_BLOCK;
+        int count = block_length(n - first, VECTOR_BLOCK);
         const float *xf = row_in(x, first, count, dtype, x_buffer),
                     *df = row_in(dout, first, count, dtype, d_buffer);
         float *of = row_out(dx, first, dtype, out_buffer);
@@ -441,7 +442,7 @@ void adamw(Ops *ops, float *w, float *m, float *v, void *low, const float *grad,
     PARALLEL_FOR
     for (int block = 0; block < blocks_of(n, SLICE_BLOCK); block++) {
         size_t first = (size_t)block * SLICE_BLOCK;
-        int count = n - first < SLICE_BLOCK ? (int)(n - first) : SLICE_BLOCK;
+        int count = block_length(n - first, SLICE_BLOCK);
         adamw_block(w + first, m + first, v + first, grad + first, count, *scale, &settings);
         if (low) row_stored(low, first, count, BF16, w + first);
     }
@@ -520,7 +521,7 @@ void cast_from_f32(Ops *ops, void *out, const float *x, size_t n, DType dtype) {
     PARALLEL_FOR
     for (int block = 0; block < blocks_of(n, SLICE_BLOCK); block++) {
         size_t first = (size_t)block * SLICE_BLOCK;
-        int count = n - first < SLICE_BLOCK ? (int)(n - first) : SLICE_BLOCK;
+        int count = block_length(n - first, SLICE_BLOCK);
         if (dtype == F32)
             memcpy((float *)out + first, x + first, (size_t)count * sizeof(float));
         else
@@ -533,7 +534,7 @@ void cast_to_f32(Ops *ops, float *out, const void *x, size_t n, DType dtype) {
     PARALLEL_FOR
     for (int block = 0; block < blocks_of(n, SLICE_BLOCK); block++) {
         size_t first = (size_t)block * SLICE_BLOCK;
-        int count = n - first < SLICE_BLOCK ? (int)(n - first) : SLICE_BLOCK;
+        int count = block_length(n - first, SLICE_BLOCK);
         const float *read = row_in(x, first, count, dtype, out + first);
         if (dtype == F32) memcpy(out + first, read, (size_t)count * sizeof(float));
     }
@@ -576,7 +577,8 @@ void fill_zero(Ops *ops, void *out, size_t n, DType dtype) {
     if (ops->rehearsal) return;
     PARALLEL_FOR
     for (int block = 0; block < blocks_of(n, SLICE_BLOCK); block++) {
-        size_t first = (size_t)block * SLICE_BLOCK, count = n - first < SLICE_BLOCK ? n - first : SLICE_BLOCK;
-        memset(at_mutable(out, first, dtype), 0, count * dtype_size(dtype));
+        size_t first = (size_t)block * SLICE_BLOCK;
+        int count = block_length(n - first, SLICE_BLOCK);
+        memset(at_mutable(out, first, dtype), 0, (size_t)count * dtype_size(dtype));
     }
 }

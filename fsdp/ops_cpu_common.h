@@ -38,6 +38,7 @@ static inline char *ops_scratch(Ops *ops, size_t bytes) {
 static inline size_t aligned(size_t bytes) { return (bytes + DEVICE_ALIGN - 1) / DEVICE_ALIGN * DEVICE_ALIGN; }
 static inline int blocks_of(size_t n, int block) { return (int)((n + (size_t)block - 1) / (size_t)block); }
 static inline int least(int a, int b) { return a < b ? a : b; }
+static inline int block_length(size_t left, int block) { return left < (size_t)block ? (int)left : block; }
 
 static inline float float_of(uint32_t bits) {
     float x;

@@ -48,14 +48,15 @@ static double number_of(const Option *option, const char *text, bool suffix) {
         double factor = *end == 'k' || *end == 'K' ? 1e3 : *end == 'M' ? 1e6 : *end == 'G' ? 1e9 : 0;
         if (factor > 0) x *= factor, end++;
     }
+    if (errno == ERANGE && fabs(x) < 1) errno = 0; // smaller than the smallest: near enough to 0
     if (end == text || *end || errno || !isfinite(x))
         die(EXIT_CODE_USAGE, NULL, "--%s %s: expected a %s", option->name, text,
             suffix ? "whole number (k, M and G are understood)" : "number");
-    if (suffix && x != (double)(int64_t)x)
-        die(EXIT_CODE_USAGE, NULL, "--%s %s: expected a whole number", option->name, text);
     if (x < option->least || x > option->most)
         die(EXIT_CODE_USAGE, NULL, "--%s %s: expected %.10g to %.10g", option->name, text, option->least,
             option->most);
+    if (suffix && x != (double)(int64_t)x)
+        die(EXIT_CODE_USAGE, NULL, "--%s %s: expected a whole number", option->name, text);
     return x;
 }
 
