@@ -130,7 +130,10 @@ def load_pyplot():
     try:
         import matplotlib
     except ImportError:
-        fail("matplotlib is missing. HINT: apt-get install python3-matplotlib")
+        fail(
+            f"{sys.executable} has no matplotlib. HINT: apt-get install python3-matplotlib and use /usr/bin/python3, "
+            "or pip install matplotlib"
+        )
     matplotlib.use("Agg")
     matplotlib.rcParams.update(
         {

@@ -14,7 +14,7 @@ if [ "$(id -u)" = 0 ]; then export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_RO
 case $data in
 stories | kjv) name=$data ;;
 *)
-    name=$(basename "${data%.*}")
+    name=$(basename "${data%.*}" | tr -c 'A-Za-z0-9._\n-' _)
     [ -r "$data" ] || { echo "run: no text file '$data'. HINT: DATA is stories, kjv or a readable file" >&2 && exit 2; }
     ;;
 esac
@@ -48,9 +48,13 @@ else
 fi
 each=$((sequences / ranks > 0 ? sequences / ranks : 1))
 over=$([ "$ranks" -gt "$(nproc)" ] && echo --oversubscribe || true)
-mpirun $over -n "$ranks" ./train_gpt --train-data "${corpus}_train_*.bin" --val-data "${corpus}_val_*.bin" \
+mpirun --quiet $over -n "$ranks" ./train_gpt --train-data "${corpus}_train_*.bin" --val-data "${corpus}_val_*.bin" \
     --model 4x4x128 --seq-len 256 --micro-batch $each "${training[@]}" --sample-tokens 192 \
     --output "$output" --export "$output/model"
+
+echo "log and model: $output"
+echo "draw it:    scripts/plot.py $output"
+echo "try it:     ./train_gpt --model $output/model --steps 0 --sample-tokens 200 --prompt '...'"
 
 # ---- what it is worth, next to what there is to know about the text
 late=$(sed -n 's/.*"event":"val".*"loss_late":\([0-9.e+-]*\).*/\1/p' "$output/log.jsonl" | tail -n 1)
@@ -59,9 +63,8 @@ ngram=$(data/ngram "$corpus.json" | sed -n 's/.*: \([0-9.]*\) nats.*/\1/p')
 if [ "$data" = stories ]; then
     awk -v late="$late" -v ngram="$ngram" -v entropy="$(data/stories --entropy)" 'BEGIN {
         bits = late / log(2)
-        printf "validation over the second half of the context: %.4f bits per byte = %.3f x the entropy of the stories (%.4f); a byte 5-gram: %.4f = %.3f x\n",
+        printf "validation over the second half of the context: %.4f bits per byte = %.3f x the entropy of the stories (%.4f);\n    a byte 5-gram: %.4f = %.3f x\n",
             bits, bits / entropy, entropy, ngram / log(2), ngram / log(2) / entropy }'
 else
     printf 'validation loss: %.4f nats per byte (second half of the context %.4f); a byte 5-gram: %.4f\n' "$loss" "$late" "$ngram"
 fi
-echo "log, model and samples: $output   (scripts/plot.py $output draws it)"
