@@ -63,7 +63,7 @@ ngram=$(data/ngram "$corpus.json" | sed -n 's/.*: \([0-9.]*\) nats.*/\1/p')
 if [ "$data" = stories ]; then
     awk -v late="$late" -v ngram="$ngram" -v entropy="$(data/stories --entropy)" 'BEGIN {
         bits = late / log(2)
-        printf "validation over the second half of the context: %.4f bits per byte = %.3f x the entropy of the stories (%.4f);\n    a byte 5-gram: %.4f = %.3f x\n",
+        printf "validation over the second half of the context: %.4f bits per byte = %.3f x the entropy (%.4f), a byte 5-gram: %.4f = %.3f x\n",
             bits, bits / entropy, entropy, ngram / log(2), ngram / log(2) / entropy }'
 else
     printf 'validation loss: %.4f nats per byte (second half of the context %.4f); a byte 5-gram: %.4f\n' "$loss" "$late" "$ngram"
