@@ -67,6 +67,7 @@ typedef struct {
     DType dtype;
     float lr;
     Safetensors *parameters; // NULL: random ones
+    int recompute;
 } Trial;
 
 // The model on the first trial.ranks ranks; g is NULL on the others, which go on to meet them at bench_close.
@@ -84,6 +85,7 @@ static GPTRun trial_run(const Trial *trial) {
     run.micro_steps = trial->sequences / trial->B / trial->ranks;
     run.sample_tokens = 4;
     run.threads = trial->threads;
+    run.recompute = trial->recompute;
     run.dtype = trial->dtype;
     run.clip = 1;
     return run;
@@ -472,6 +474,52 @@ static void test_threads_bf16(void **state) {
     check_threads(BF16);
 }
 
+static size_t arena_bytes(const Device *device, const char *name) {
+    const Arena *arena;
+    for (int i = 0; (arena = device_arena(device, i)) != NULL; i++)
+        if (strcmp(arena->name, name) == 0) return arena->bytes;
+    return 0;
+}
+
+// Recomputing saves memory and changes no bit.
+static void check_recompute(DType dtype) {
+    Loader *loader = tiled_loader();
+    Curve first;
+    size_t bytes = SIZE_MAX;
+    memset(&first, 0, sizeof first);
+    for (int mode = RECOMPUTE_NONE; mode <= RECOMPUTE_BLOCK; mode++) {
+        Trial trial = {.config = tiled,
+                       .ranks = comm_world_size(),
+                       .sequences = 4 * comm_world_size(),
+                       .B = 2,
+                       .steps = 3,
+                       .threads = 1,
+                       .dtype = dtype,
+                       .lr = 1e-2f,
+                       .recompute = mode};
+        Device *plan = plan_make(&trial, 0);
+        assert_true(arena_bytes(plan, "activations") < bytes);
+        bytes = arena_bytes(plan, "activations");
+        device_close(plan);
+        Curve curve = trial_curve(&trial, loader);
+        if (mode == RECOMPUTE_NONE)
+            first = curve;
+        else
+            assert_same_curve(&first, &curve, trial.steps, "as --recompute", mode);
+    }
+    loader_close(loader);
+}
+
+static void test_recompute_fp32(void **state) {
+    (void)state;
+    check_recompute(F32);
+}
+static void test_recompute_bf16(void **state) {
+    (void)state;
+    if (!ops_native_bf16()) skip();
+    check_recompute(BF16);
+}
+
 // Validation takes every target once, those of the last, short sequence too, and gives the same bits on every number of
 // ranks.
 static void test_validation(void **state) {
@@ -546,10 +594,7 @@ typedef struct {
 static void check_plan(const Trial *trial, const Expected *expected) {
     Device *plan = plan_make(trial, 0);
     for (; expected->arena; expected++) {
-        const Arena *arena;
-        size_t found = 0;
-        for (int i = 0; (arena = device_arena(plan, i)) != NULL; i++)
-            if (strcmp(arena->name, expected->arena) == 0) found = arena->bytes;
+        size_t found = arena_bytes(plan, expected->arena);
         if (found != expected->bytes)
             fail_msg("%s: %zu bytes planned, %zu worked out", expected->arena, found, expected->bytes);
     }
@@ -579,6 +624,10 @@ static void test_plan_124m(void **state) {
     };
     if (!ops_native_bf16()) skip();
     check_plan(&trial, expected);
+    // Recomputing blocks: 12 outputs and one block's 15 N·C bf16 and 4·N + 12·N fp32; the rest as before.
+    static const Expected recomputed[] = {{"activations", 245879296}, {NULL, 0}};
+    trial.recompute = RECOMPUTE_BLOCK;
+    check_plan(&trial, recomputed);
 }
 
 // 4 blocks of 256 channels in fp32 on one rank, two micro-steps: nothing is gathered or exchanged, one partial sum.
@@ -689,6 +738,8 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_ranks_bf16),
         cmocka_unit_test(test_threads_fp32),
         cmocka_unit_test(test_threads_bf16),
+        cmocka_unit_test(test_recompute_fp32),
+        cmocka_unit_test(test_recompute_bf16),
         cmocka_unit_test(test_validation),
         cmocka_unit_test(test_no_allocations),
         cmocka_unit_test(test_allocations_are_seen),

@@ -136,6 +136,11 @@ static int64_t parameters_count(const FsdpUnit *units, int count) {
 
 enum { LOGITS_ROWS = 1024 }; // rows of logits that exist at a time
 
+// What backward computes again instead of keeping it for every block: nothing; the GELU's output; that and attention's
+// output; everything but the block's output, which is the next block's input. The same kernels see the same stored
+// numbers again, so no mode changes a bit of a result.
+enum { RECOMPUTE_NONE, RECOMPUTE_GELU, RECOMPUTE_ATTENTION, RECOMPUTE_BLOCK };
+
 typedef struct {
     void *ln1;       // (N, C)
     float *ln1_mean; // (N)
@@ -176,6 +181,7 @@ typedef struct {
     int micro_steps;   // per step and rank
     int sample_tokens; // of a sample, prompt included; 0: none
     int threads;
+    int recompute; // RECOMPUTE_…
     DType dtype;
     float clip;
     bool exporting; // a model folder will be written
@@ -209,6 +215,31 @@ static float *act_f32(GPT *g, size_t elements) {
     return (float *)device_alloc(g->device, "activations", elements * sizeof(float));
 }
 
+// Block l's own activations; what is computed again is in one place for all blocks, block 0's.
+static void block_activations_take(GPT *g, int l) {
+    const size_t N = (size_t)g->run.B * (size_t)g->run.T, C = (size_t)g->config.C;
+    const int mode = g->run.recompute;
+    BlockActivations *b = &g->acts.blocks[l];
+    *b = g->acts.blocks[0];
+    if (l == 0 || mode < RECOMPUTE_BLOCK) {
+        b->ln1 = act(g, N * C);
+        b->ln1_mean = act_f32(g, N);
+        b->ln1_rstd = act_f32(g, N);
+        b->qkv = act(g, N * 3 * C);
+        b->residual2 = act(g, N * C);
+        b->ln2 = act(g, N * C);
+        b->ln2_mean = act_f32(g, N);
+        b->ln2_rstd = act_f32(g, N);
+        b->fch = act(g, N * 4 * C);
+    }
+    if (l == 0 || mode < RECOMPUTE_ATTENTION) {
+        b->lse = act_f32(g, N * (size_t)g->config.NH);
+        b->atty = act(g, N * C);
+    }
+    if (l == 0 || mode < RECOMPUTE_GELU) b->fch_gelu = act(g, N * 4 * C);
+    b->residual3 = act(g, N * C);
+}
+
 static void activations_take(GPT *g) {
     const size_t N = (size_t)g->run.B * (size_t)g->run.T, C = (size_t)g->config.C;
     Activations *a = &g->acts;
@@ -217,22 +248,7 @@ static void activations_take(GPT *g) {
     a->encoded = act(g, N * C);
     a->blocks = (BlockActivations *)calloc((size_t)g->config.L, sizeof(BlockActivations));
     if (!a->blocks) die(EXIT_CODE_FAILURE, NULL, "out of memory");
-    for (int l = 0; l < g->config.L; l++) {
-        BlockActivations *b = &a->blocks[l];
-        b->ln1 = act(g, N * C);
-        b->ln1_mean = act_f32(g, N);
-        b->ln1_rstd = act_f32(g, N);
-        b->qkv = act(g, N * 3 * C);
-        b->lse = act_f32(g, N * (size_t)g->config.NH);
-        b->atty = act(g, N * C);
-        b->residual2 = act(g, N * C);
-        b->ln2 = act(g, N * C);
-        b->ln2_mean = act_f32(g, N);
-        b->ln2_rstd = act_f32(g, N);
-        b->fch = act(g, N * 4 * C);
-        b->fch_gelu = act(g, N * 4 * C);
-        b->residual3 = act(g, N * C);
-    }
+    for (int l = 0; l < g->config.L; l++) block_activations_take(g, l);
     a->lnf = act(g, N * C);
     a->lnf_mean = act_f32(g, N);
     a->lnf_rstd = act_f32(g, N);
@@ -315,6 +331,18 @@ static void block_forward(GPT *g, int l, const void *flat, int B, int T) {
     gelu_forward(ops, a->fch_gelu, a->fch, (size_t)N * 4 * (size_t)C, dtype);
     linear_forward(ops, branch, a->fch_gelu, w[FCPROJW], w[FCPROJB], N, 4 * C, C, dtype);
     residual_forward(ops, a->residual3, a->residual2, branch, (size_t)N * (size_t)C, dtype);
+}
+
+// Computes again what backward needs and block l does not keep. The last block's is still there.
+static void block_recompute(GPT *g, int l, const void *flat) {
+    const int B = g->run.B, T = g->run.T, C = g->config.C, mode = g->run.recompute;
+    const BlockActivations *a = &g->acts.blocks[l];
+    if (l == g->config.L - 1) return;
+    if (mode == RECOMPUTE_BLOCK) block_forward(g, l, flat, B, T);
+    if (mode == RECOMPUTE_ATTENTION)
+        attention_forward(g->ops, a->atty, a->lse, a->qkv, B, T, C, g->config.NH, g->run.dtype);
+    if (mode == RECOMPUTE_GELU || mode == RECOMPUTE_ATTENTION)
+        gelu_forward(g->ops, a->fch_gelu, a->fch, (size_t)B * (size_t)T * 4 * (size_t)C, g->run.dtype);
 }
 
 // dresidual comes in as the gradient of the block's output and leaves as that of its input.
@@ -401,6 +429,7 @@ static void micro_step(GPT *g, float scale) {
         const void *flat = fsdp_use(f, block_unit(l));
         if (l > 0) fsdp_gather(f, block_unit(l - 1)); // before reduce(l), or it would queue behind it
         float *flat_grad = fsdp_grad(f, block_unit(l));
+        block_recompute(g, l, flat); // what --recompute did not keep
         block_backward(g, l, flat, flat_grad);
         fsdp_release(f, block_unit(l));
         fsdp_reduce(f, block_unit(l)); // travels while l-1 computes
@@ -851,7 +880,7 @@ typedef struct {
     int64_t vocab, B, T, total_batch, threads, steps, warmup, seed, shuffle, val_every, val_batches, sample_every,
         ranks;
     double lr, final_lr, decay, beta1, beta2, eps, clip, comm_timeout;
-    int schedule, precision, shard, reduction, comm, export_dtype;
+    int schedule, precision, shard, reduction, recompute, comm, export_dtype;
     bool plan, help, version;
     Sampling sampling;
     Option options[MAX_OPTIONS];
@@ -938,6 +967,8 @@ static void settings_table(Settings *s) {
                   "TYPE of gathered parameters and activations: fp32, bf16 or auto (auto)");
     option_choice(s, 'z', "shard", &s->shard, "full,3", "WHAT is sharded: full, alias 3 (full)");
     option_choice(s, 0, "reduction", &s->reduction, "tree", "HOW gradients are summed: tree (tree)");
+    option_choice(s, 'r', "recompute", &s->recompute, "none,gelu,attention,block",
+                  "WHAT backward computes again to save memory: none, gelu, attention or block (none)");
     option_choice(s, 0, "comm", &s->comm, "mpi", "LIBRARY that carries collectives: mpi (mpi)");
     option_number(s, 0, "comm-timeout", &s->comm_timeout, 0.001, 1e9,
                   "SECONDS after which a stuck collective ends the job (600)");
@@ -1156,6 +1187,7 @@ static void run_size(Run *r) {
     r->run.sample_tokens =
         samples_wanted(s) ? (int)(s->sampling.tokens + (int64_t)strlen(s->sampling.prompt) + 1) : 0;
     r->run.threads = (int)s->threads;
+    r->run.recompute = s->recompute;
     r->run.dtype = bf16 ? BF16 : F32;
     r->run.clip = (float)s->clip;
     r->run.exporting = s->export_folder != NULL;
