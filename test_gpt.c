@@ -68,6 +68,7 @@ typedef struct {
     float lr;
     Safetensors *parameters; // NULL: random ones
     int recompute;
+    int prefetch; // 0: 1
 } Trial;
 
 // The model on the first trial.ranks ranks; g is NULL on the others, which go on to meet them at bench_close.
@@ -86,6 +87,7 @@ static GPTRun trial_run(const Trial *trial) {
     run.sample_tokens = 4;
     run.threads = trial->threads;
     run.recompute = trial->recompute;
+    run.prefetch = trial->prefetch ? trial->prefetch : 1;
     run.dtype = trial->dtype;
     run.clip = 1;
     return run;
@@ -520,6 +522,30 @@ static void test_recompute_bf16(void **state) {
     check_recompute(BF16);
 }
 
+// Gathering further ahead takes slots and changes no bit; also further than there are blocks.
+static void test_prefetch(void **state) {
+    (void)state;
+    Loader *loader = tiled_loader();
+    Curve first;
+    memset(&first, 0, sizeof first);
+    for (int prefetch = 1; prefetch <= 5; prefetch++) {
+        Trial trial = {.config = tiled,
+                       .ranks = comm_world_size(),
+                       .sequences = 4 * comm_world_size(),
+                       .B = 2,
+                       .steps = 3,
+                       .threads = 1,
+                       .lr = 1e-2f,
+                       .prefetch = prefetch};
+        Curve curve = trial_curve(&trial, loader);
+        if (prefetch == 1)
+            first = curve;
+        else
+            assert_same_curve(&first, &curve, trial.steps, "blocks gathered ahead", prefetch);
+    }
+    loader_close(loader);
+}
+
 // Validation takes every target once, those of the last, short sequence too, and gives the same bits on every number of
 // ranks.
 static void test_validation(void **state) {
@@ -730,23 +756,15 @@ static void folder_remove(void) {
 
 int main(int argc, char **argv) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_curves_odd),
-        cmocka_unit_test(test_curves_round),
-        cmocka_unit_test(test_first_step_odd),
-        cmocka_unit_test(test_first_step_round),
-        cmocka_unit_test(test_ranks_fp32),
-        cmocka_unit_test(test_ranks_bf16),
-        cmocka_unit_test(test_threads_fp32),
-        cmocka_unit_test(test_threads_bf16),
-        cmocka_unit_test(test_recompute_fp32),
-        cmocka_unit_test(test_recompute_bf16),
-        cmocka_unit_test(test_validation),
-        cmocka_unit_test(test_no_allocations),
-        cmocka_unit_test(test_allocations_are_seen),
-        cmocka_unit_test(test_plan_124m),
-        cmocka_unit_test(test_plan_one_rank),
-        cmocka_unit_test(test_plan_odd),
-        cmocka_unit_test(test_schedules),
+        cmocka_unit_test(test_curves_odd),     cmocka_unit_test(test_curves_round),
+        cmocka_unit_test(test_first_step_odd), cmocka_unit_test(test_first_step_round),
+        cmocka_unit_test(test_ranks_fp32),     cmocka_unit_test(test_ranks_bf16),
+        cmocka_unit_test(test_threads_fp32),   cmocka_unit_test(test_threads_bf16),
+        cmocka_unit_test(test_recompute_fp32), cmocka_unit_test(test_recompute_bf16),
+        cmocka_unit_test(test_prefetch),       cmocka_unit_test(test_validation),
+        cmocka_unit_test(test_no_allocations), cmocka_unit_test(test_allocations_are_seen),
+        cmocka_unit_test(test_plan_124m),      cmocka_unit_test(test_plan_one_rank),
+        cmocka_unit_test(test_plan_odd),       cmocka_unit_test(test_schedules),
         cmocka_unit_test(test_sampling),
     };
     error_program("test_gpt");

@@ -182,6 +182,7 @@ typedef struct {
     int sample_tokens; // of a sample, prompt included; 0: none
     int threads;
     int recompute; // RECOMPUTE_…
+    int prefetch;  // blocks gathered ahead
     DType dtype;
     float clip;
     bool exporting; // a model folder will be written
@@ -275,7 +276,7 @@ static GPT *gpt_open(Device *device, Comm *comm, GPTConfig config, GPTRun run) {
     g->comm = comm;
     g->ops = ops_open(device, run.threads);
     g->units = units_make(&config);
-    FsdpOptions options = {run.dtype, run.micro_steps, 1};
+    FsdpOptions options = {run.dtype, run.micro_steps, run.prefetch};
     g->fsdp = fsdp_open(device, g->ops, comm, g->units, config.L + 1, options);
     activations_take(g);
     g->host_inputs = (int *)device_alloc_host(device, "batch", N * sizeof(int));
@@ -373,14 +374,14 @@ static void block_backward(GPT *g, int l, const void *flat, float *flat_grad) {
 
 // From tokens to the final LayerNorm. The root must be in use: root are its tensors.
 static void forward(GPT *g, const void *const *root, int B, int T) {
-    const int N = B * T, C = g->config.C, L = g->config.L;
+    const int N = B * T, C = g->config.C, L = g->config.L, ahead = g->run.prefetch;
     Activations *a = &g->acts;
     Fsdp *f = g->fsdp;
-    fsdp_gather(f, block_unit(0));
+    for (int l = 0; l < ahead && l < L; l++) fsdp_gather(f, block_unit(l));
     embedding_forward(g->ops, a->encoded, a->inputs, root[WTE], root[WPE], B, T, C, g->run.dtype);
     for (int l = 0; l < L; l++) {
         const void *flat = fsdp_use(f, block_unit(l));
-        if (l + 1 < L) fsdp_gather(f, block_unit(l + 1)); // travels while l computes
+        if (l + ahead < L) fsdp_gather(f, block_unit(l + ahead)); // travels while l computes
         block_forward(g, l, flat, B, T);
         fsdp_release(f, block_unit(l));
     }
@@ -405,9 +406,9 @@ static void head(GPT *g, const void *const *root, float *dwte, float scale) {
     }
 }
 
-// A block's parameters are gathered while the block before computes; its gradients leave while the next one computes.
+// A block's parameters are gathered while a block before computes; its gradients leave while the next one computes.
 static void micro_step(GPT *g, float scale) {
-    const int B = g->run.B, T = g->run.T, N = B * T, C = g->config.C, L = g->config.L;
+    const int B = g->run.B, T = g->run.T, N = B * T, C = g->config.C, L = g->config.L, ahead = g->run.prefetch;
     const DType dtype = g->run.dtype;
     const void *root[ROOT_TENSORS];
     float *droot[ROOT_TENSORS];
@@ -425,9 +426,9 @@ static void micro_step(GPT *g, float scale) {
     layernorm_backward(g->ops, a->dresidual, droot[LNFW], droot[LNFB], a->dbranch, block_input(g, L), root[LNFW],
                        a->lnf_mean, a->lnf_rstd, N, C, dtype);
     for (int l = L - 1; l >= 0; l--) {
-        fsdp_gather(f, block_unit(l)); // still there for the last block; under way for the others
+        fsdp_gather(f, block_unit(l)); // still there for the last blocks; under way for the others
         const void *flat = fsdp_use(f, block_unit(l));
-        if (l > 0) fsdp_gather(f, block_unit(l - 1)); // before reduce(l), or it would queue behind it
+        if (l >= ahead) fsdp_gather(f, block_unit(l - ahead)); // before reduce(l), or it would queue behind it
         float *flat_grad = fsdp_grad(f, block_unit(l));
         block_recompute(g, l, flat); // what --recompute did not keep
         block_backward(g, l, flat, flat_grad);
@@ -878,7 +879,7 @@ enum { MAX_OPTIONS = 64 };
 typedef struct {
     const char *train_data, *val_data, *output, *model, *tokenizer, *export_folder;
     int64_t vocab, B, T, total_batch, threads, steps, warmup, seed, shuffle, val_every, val_batches, sample_every,
-        ranks;
+        ranks, prefetch;
     double lr, final_lr, decay, beta1, beta2, eps, clip, comm_timeout;
     int schedule, precision, shard, reduction, recompute, comm, export_dtype;
     bool plan, help, version;
@@ -904,6 +905,7 @@ static void settings_default(Settings *s) {
     s->seed = 1337;
     s->shuffle = 1;
     s->comm_timeout = 600;
+    s->prefetch = 1;
     s->sampling.prompt = "";
     s->sampling.tokens = 64;
     s->sampling.temperature = 1.0;
@@ -967,6 +969,8 @@ static void settings_table(Settings *s) {
                   "TYPE of gathered parameters and activations: fp32, bf16 or auto (auto)");
     option_choice(s, 'z', "shard", &s->shard, "full,3", "WHAT is sharded: full, alias 3 (full)");
     option_choice(s, 0, "reduction", &s->reduction, "tree", "HOW gradients are summed: tree (tree)");
+    option_count(s, 0, "prefetch", &s->prefetch, 1, FSDP_MAX_PREFETCH,
+                 "K blocks gathered ahead of the one that computes (1)");
     option_choice(s, 'r', "recompute", &s->recompute, "none,gelu,attention,block",
                   "WHAT backward computes again to save memory: none, gelu, attention or block (none)");
     option_choice(s, 0, "comm", &s->comm, "mpi", "LIBRARY that carries collectives: mpi (mpi)");
@@ -1188,6 +1192,7 @@ static void run_size(Run *r) {
         samples_wanted(s) ? (int)(s->sampling.tokens + (int64_t)strlen(s->sampling.prompt) + 1) : 0;
     r->run.threads = (int)s->threads;
     r->run.recompute = s->recompute;
+    r->run.prefetch = (int)s->prefetch;
     r->run.dtype = bf16 ? BF16 : F32;
     r->run.clip = (float)s->clip;
     r->run.exporting = s->export_folder != NULL;

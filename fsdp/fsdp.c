@@ -6,7 +6,7 @@
 #include <stdlib.h> // calloc, free
 #include <string.h> // memcpy
 
-enum { MAX_PREFETCH = 16, GRAD_SLOTS = 2, MAX_PARTIALS = 31 };
+enum { GRAD_SLOTS = 2, MAX_PARTIALS = 31 };
 
 // Where a gathered unit lies.
 typedef struct {
@@ -170,7 +170,7 @@ Fsdp *fsdp_open(Device *device, Ops *ops, Comm *comm, FsdpUnit *units, int count
     Fsdp *f = (Fsdp *)calloc(1, sizeof *f);
     Place *places = (Place *)calloc((size_t)count, sizeof *places);
     if (!f || !places) die(EXIT_CODE_FAILURE, NULL, "out of memory");
-    assert(options.prefetch >= 1 && options.prefetch <= MAX_PREFETCH && options.micro_steps >= 1);
+    assert(options.prefetch >= 1 && options.prefetch <= FSDP_MAX_PREFETCH && options.micro_steps >= 1);
     f->device = device;
     f->ops = ops;
     f->comm = comm;

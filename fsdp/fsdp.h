@@ -39,7 +39,7 @@
 extern "C" {
 #endif
 
-enum { FSDP_ALIGN = 64, FSDP_ROOT = 0 };
+enum { FSDP_ALIGN = 64, FSDP_ROOT = 0, FSDP_MAX_PREFETCH = 16 };
 
 typedef struct {
     char name[48];
@@ -62,7 +62,7 @@ typedef struct {
 typedef struct {
     DType dtype;     // of gathered parameters
     int micro_steps; // leaves a rank adds up per step
-    int prefetch;    // gathers in flight
+    int prefetch;    // layers gathered ahead, 1 … FSDP_MAX_PREFETCH
 } FsdpOptions;
 
 typedef struct Fsdp Fsdp;
