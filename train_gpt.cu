@@ -1472,7 +1472,8 @@ static int run_go(Run *r, const Device *plan, int64_t parameters) {
     memory_say(r, plan, device);
     if (code == EXIT_CODE_DONE && s->export_folder) {
         folder_write(g, s->export_folder, s->export_dtype == 0 ? SAFETENSORS_F32 : SAFETENSORS_BF16);
-        log_say(r->log, "exported to %s; bytes are tokens, so there are no tokenizer files", s->export_folder);
+        log_say(r->log, "exported to %s, without tokenizer files: %s", s->export_folder,
+                r->tokenizer ? "bytes have none" : "no tokenizer is known");
     }
     gpt_close(g);
     comm_close(comm);

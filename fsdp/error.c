@@ -34,7 +34,7 @@ static void say(const char *hint, const char *format, va_list arguments) {
 
 // A fault that all ranks meet is to be said once: each gives those below it time to say it and to end the run.
 static void let_others_speak(void) {
-    int tenths = own_rank < 10 ? 2 * own_rank : 20;
+    int tenths = own_rank == 0 ? 0 : own_rank < 20 ? 10 + own_rank : 30;
     const struct timespec pause = {tenths / 10, tenths % 10 * 100000000L};
     if (tenths > 0) nanosleep(&pause, NULL);
 }
