@@ -162,25 +162,35 @@ def dress(axes, title, ticker):
     axes.xaxis.set_major_locator(ticker.MaxNLocator(6, integer=True))
 
 
-def frame_losses(axes, runs):
+def draw_lines(axes, lines):
+    """Losses worth comparing with, such as an entropy, across the whole picture."""
+    for name, value in lines:
+        axes.axhline(value, color=INK, linewidth=1, linestyle=(0, (4, 3)), alpha=0.6)
+        axes.annotate(f"{name} {value:.3f}", (0.995, value), xycoords=("axes fraction", "data"), xytext=(0, -12),
+                      textcoords="offset points", ha="right", fontsize=9.5, color=INK)  # fmt: skip
+
+
+def frame_losses(axes, runs, lines):
     """Leaves the first steps' cliff out of the frame, which would press everything else flat."""
     tops, lows = [], []
     for run in runs:
         smoothed = smooth(run.train["loss"])
         tops += finite(smoothed[len(smoothed) // 50 :])[:1] + finite(run.val["loss"])
         lows += finite(run.train["loss"] + run.val["loss"])
+    lows += [value for _, value in lines]
     if tops and max(tops) > min(lows):
         room = 0.06 * (max(tops) - min(lows))
         axes.set_ylim(min(lows) - room, max(tops) + room)
 
 
-def draw_losses(axes, runs):
+def draw_losses(axes, runs, lines):
     for run, color in zip(runs, COLORS * len(runs)):
         steps, losses = run.train["step"], run.train["loss"]
         axes.plot(steps, losses, color=color, alpha=0.22, linewidth=0.9)
         axes.plot(steps, smooth(losses), color=color, linewidth=2)
         axes.plot(run.val["step"], run.val["loss"], "o", color=color, markersize=5.5, mec="white", mew=1, zorder=3)
-    frame_losses(axes, runs)
+    draw_lines(axes, lines)
+    frame_losses(axes, runs, lines)
 
 
 def draw_field(axes, runs, field, smoothed):
@@ -201,13 +211,13 @@ def add_legend(axes, runs):
     axes.legend(handles=marks, loc="upper right", frameon=False, fontsize=10)
 
 
-def draw(runs, picture):
+def draw(runs, lines, picture):
     pyplot, ticker = load_pyplot()
     figure = pyplot.figure(figsize=(10, 6.6), layout="constrained")
     grid = figure.add_gridspec(2, 3, height_ratios=(1.75, 1), hspace=0.06)
     loss, norm, rate, speed = (figure.add_subplot(g) for g in (grid[0, :], grid[1, 0], grid[1, 1], grid[1, 2]))
 
-    draw_losses(loss, runs)
+    draw_losses(loss, runs, lines)
     dress(loss, "Loss", ticker)
     loss.set_xlabel("step")
     add_legend(loss, runs)
@@ -235,13 +245,24 @@ def draw(runs, picture):
         fail(f"{picture}: {getattr(error, 'strerror', None) or error}")
 
 
+def read_line(text):
+    name, _, value = text.rpartition("=")
+    try:
+        return name, float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=NUMBER")
+
+
 def main():
     parser = argparse.ArgumentParser(description="Draws the course of one or several runs.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's output folder or its log.jsonl")
     parser.add_argument("-o", "--output", default="training.png", metavar="PICTURE", help=".png, .svg or .pdf")
+    parser.add_argument(
+        "--line", action="append", default=[], type=read_line, metavar="NAME=LOSS", help="a loss to compare with"
+    )
     arguments = parser.parse_args()
     runs = [read_run(path, name) for path, name in zip(arguments.runs, run_names(arguments.runs))]
-    draw(runs, arguments.output)
+    draw(runs, arguments.line, arguments.output)
     print(arguments.output)
 
 

@@ -52,16 +52,20 @@ mpirun --quiet $over -n "$ranks" ./train_gpt --train-data "${corpus}_train_*.bin
     --model 4x4x128 --seq-len 256 --micro-batch $each "${training[@]}" --sample-tokens 192 \
     --output "$output" --export "$output/model"
 
-echo "log and model: $output"
-echo "draw it:    scripts/plot.py $output"
-echo "try it:     ./train_gpt --model $output/model --steps 0 --sample-tokens 200 --prompt '...'"
-
 # ---- what it is worth, next to what there is to know about the text
 late=$(sed -n 's/.*"event":"val".*"loss_late":\([0-9.e+-]*\).*/\1/p' "$output/log.jsonl" | tail -n 1)
 loss=$(sed -n 's/.*"event":"val".*"loss":\([0-9.e+-]*\),.*/\1/p' "$output/log.jsonl" | tail -n 1)
 ngram=$(data/ngram "$corpus.json" | sed -n 's/.*: \([0-9.]*\) nats.*/\1/p')
+lines="--line 'byte 5-gram=$ngram'"
 if [ "$data" = stories ]; then
-    awk -v late="$late" -v ngram="$ngram" -v entropy="$(data/stories --entropy)" 'BEGIN {
+    entropy=$(data/stories --entropy)
+    lines="--line entropy=$(awk "BEGIN { print $entropy * log(2) }") $lines"
+fi
+echo "log and model: $output"
+echo "draw it:    scripts/plot.py $output $lines"
+echo "try it:     ./train_gpt --model $output/model --steps 0 --sample-tokens 200 --prompt '...'"
+if [ "$data" = stories ]; then
+    awk -v late="$late" -v ngram="$ngram" -v entropy="$entropy" 'BEGIN {
         bits = late / log(2)
         printf "validation over the second half of the context: %.4f bits per byte = %.3f x the entropy (%.4f), a byte 5-gram: %.4f = %.3f x\n",
             bits, bits / entropy, entropy, ngram / log(2), ngram / log(2) / entropy }'
