@@ -476,13 +476,6 @@ static void test_threads_bf16(void **state) {
     check_threads(BF16);
 }
 
-static size_t arena_bytes(const Device *device, const char *name) {
-    const Arena *arena;
-    for (int i = 0; (arena = device_arena(device, i)) != NULL; i++)
-        if (strcmp(arena->name, name) == 0) return arena->bytes;
-    return 0;
-}
-
 // Recomputing saves memory and changes no bit.
 static void check_recompute(DType dtype) {
     Loader *loader = tiled_loader();
@@ -500,8 +493,8 @@ static void check_recompute(DType dtype) {
                        .lr = 1e-2f,
                        .recompute = mode};
         Device *plan = plan_make(&trial, 0);
-        assert_true(arena_bytes(plan, "activations") < bytes);
-        bytes = arena_bytes(plan, "activations");
+        assert_true(device_arena_bytes(plan, "activations") < bytes);
+        bytes = device_arena_bytes(plan, "activations");
         device_close(plan);
         Curve curve = trial_curve(&trial, loader);
         if (mode == RECOMPUTE_NONE)
@@ -620,7 +613,7 @@ typedef struct {
 static void check_plan(const Trial *trial, const Expected *expected) {
     Device *plan = plan_make(trial, 0);
     for (; expected->arena; expected++) {
-        size_t found = arena_bytes(plan, expected->arena);
+        size_t found = device_arena_bytes(plan, expected->arena);
         if (found != expected->bytes)
             fail_msg("%s: %zu bytes planned, %zu worked out", expected->arena, found, expected->bytes);
     }

@@ -61,23 +61,6 @@ static uint64_t nanoseconds(void) {
     return (uint64_t)time.tv_sec * 1000000000 + (uint64_t)time.tv_nsec;
 }
 
-// A number that looks random and depends on its arguments alone (SplitMix64's mixing function).
-static uint64_t mixed(uint64_t a, uint64_t b, uint64_t c) {
-    uint64_t x = a * 0x9e3779b97f4a7c15u + b * 0xd1342543de82ef95u + c * 0xbf58476d1ce4e5b9u;
-    for (int i = 0; i < 2; i++) {
-        x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
-        x = (x ^ x >> 27) * 0x94d049bb133111ebu;
-        x ^= x >> 31;
-    }
-    return x;
-}
-
-// Floats of either sign and very different magnitudes, below 1: their sum depends on the order.
-static float float_of(uint64_t a, uint64_t b, uint64_t c) {
-    uint64_t x = mixed(a, b, c);
-    return ldexpf((float)(int32_t)(uint32_t)x, -31 - (int)(x >> 32 & 15));
-}
-
 // ---------------------------------------------------------------------------------------------------------------
 // All-gather
 

@@ -69,23 +69,6 @@ static size_t unit_elements(const FsdpUnit *unit, int ranks) {
     return aligned((n + count - 1) / count) * count;
 }
 
-// A number that looks random and depends on its arguments alone (SplitMix64's mixing function).
-static uint64_t mixed(uint64_t a, uint64_t b, uint64_t c) {
-    uint64_t x = a * 0x9e3779b97f4a7c15u + b * 0xd1342543de82ef95u + c * 0xbf58476d1ce4e5b9u;
-    for (int i = 0; i < 2; i++) {
-        x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
-        x = (x ^ x >> 27) * 0x94d049bb133111ebu;
-        x ^= x >> 31;
-    }
-    return x;
-}
-
-// Floats of either sign and very different magnitudes, below 1: their sum depends on the order.
-static float float_of(uint64_t a, uint64_t b, uint64_t c) {
-    uint64_t x = mixed(a, b, c);
-    return ldexpf((float)(int32_t)(uint32_t)x, -31 - (int)(x >> 32 & 15));
-}
-
 static float initial_value(int element) { return float_of(77, 0, (uint64_t)element); }
 static float leaf_value(int step, int leaf, int element) {
     return float_of(1 + (uint64_t)step, (uint64_t)leaf, (uint64_t)element);
@@ -528,12 +511,6 @@ static void faulty_units_are_named(void **state) {
 // ---------------------------------------------------------------------------------------------------------------
 // Memory
 
-static size_t arena_bytes(const Device *where, const char *name) {
-    for (int i = 0; device_arena(where, i); i++)
-        if (strcmp(device_arena(where, i)->name, name) == 0) return device_arena(where, i)->bytes;
-    return 0;
-}
-
 // Bytes per rank, of P parameters over W ranks: 16·P/W, 18·P/W in bf16, and 4·P/W for each partial sum.
 static void ledger_check(int ranks, DType dtype, int micro_steps, int partials) {
     Device *plan = device_plan();
@@ -542,15 +519,15 @@ static void ledger_check(int ranks, DType dtype, int micro_steps, int partials) 
     size_t share = fsdp_elements(run->fsdp) / (size_t)ranks, size = dtype_size(dtype);
     size_t layer = unit_elements(&run->toy.units[3], ranks),
            root = unit_elements(&run->toy.units[FSDP_ROOT], ranks);
-    assert_int_equal(arena_bytes(plan, "master") + arena_bytes(plan, "moments") + arena_bytes(plan, "gradient") +
-                         arena_bytes(plan, "bf16 slices"),
+    assert_int_equal(device_arena_bytes(plan, "master") + device_arena_bytes(plan, "moments") +
+                         device_arena_bytes(plan, "gradient") + device_arena_bytes(plan, "bf16 slices"),
                      (dtype == BF16 ? 18 : 16) * share);
-    assert_int_equal(arena_bytes(plan, "partial sums"), (size_t)partials * 4 * share);
-    assert_int_equal(arena_bytes(plan, "slots"), ranks == 1 ? 0 : 2 * layer * size);
-    assert_int_equal(arena_bytes(plan, "root"), ranks == 1 ? 0 : root * size);
-    assert_int_equal(arena_bytes(plan, "gradient slots"), 2 * layer * 4);
-    assert_int_equal(arena_bytes(plan, "root gradient"), root * 4);
-    assert_int_equal(arena_bytes(plan, "exchange"), ranks == 1 ? 0 : layer * 4);
+    assert_int_equal(device_arena_bytes(plan, "partial sums"), (size_t)partials * 4 * share);
+    assert_int_equal(device_arena_bytes(plan, "slots"), ranks == 1 ? 0 : 2 * layer * size);
+    assert_int_equal(device_arena_bytes(plan, "root"), ranks == 1 ? 0 : root * size);
+    assert_int_equal(device_arena_bytes(plan, "gradient slots"), 2 * layer * 4);
+    assert_int_equal(device_arena_bytes(plan, "root gradient"), root * 4);
+    assert_int_equal(device_arena_bytes(plan, "exchange"), ranks == 1 ? 0 : layer * 4);
     run_close(run);
     comm_close(comm);
     device_close(plan);

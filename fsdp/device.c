@@ -37,7 +37,7 @@ size_t device_bytes(const Device *device) {
     return bytes;
 }
 
-static size_t arena_bytes(const Device *device, const char *name) {
+size_t device_arena_bytes(const Device *device, const char *name) {
     const Arena *arena;
     for (int i = 0; (arena = device_arena(device, i)); i++)
         if (strcmp(arena->name, name) == 0) return arena->bytes;
@@ -47,7 +47,7 @@ static size_t arena_bytes(const Device *device, const char *name) {
 bool device_same_ledger(const Device *a, const Device *b) {
     const Arena *arena;
     for (int i = 0; (arena = device_arena(a, i)); i++)
-        if (arena->bytes != arena_bytes(b, arena->name)) return false;
+        if (arena->bytes != device_arena_bytes(b, arena->name)) return false;
     return device_bytes(a) == device_bytes(b);
 }
 

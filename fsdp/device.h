@@ -75,6 +75,7 @@ void *device_scratch(Device *device, const char *arena, size_t bytes);
 
 // The ledger: arena number i, or NULL past the last.
 const Arena *device_arena(const Device *device, int i);
+size_t device_arena_bytes(const Device *device, const char *name); // 0 when there is none of that name
 size_t device_bytes(const Device *device);
 
 // True when both ledgers hold the same arenas with the same bytes.
