@@ -27,8 +27,8 @@ LDLIBS   := -ldnnl -ljansson -lpthread -lm
 MPI_CFLAGS = $(shell $(MPICC) --showme:compile 2>/dev/null || $(MPICC) -compile_info | cut -d' ' -f2-)
 MPI_LIBS   = $(shell $(MPICC) --showme:link 2>/dev/null || $(MPICC) -link_info | cut -d' ' -f2-)
 
-ROOMS := error options device device_cpu comm_mpi ops_cpu_products ops_cpu attention_cpu fsdp log loader tokenizer \
-         safetensors
+ROOMS := error options device device_cpu comm_mpi ops_cpu_products ops_cpu attention_cpu fsdp trace log loader \
+         tokenizer safetensors
 ROOM_OBJECTS := $(ROOMS:%=$(BUILD)/%.o)
 PROGRAMS := $(PLACE)train_gpt $(PLACE)data/stories $(PLACE)data/tokenize $(PLACE)data/ngram
 TESTS := $(if $(THREAD),$(BUILD)/test_device $(BUILD)/test_comm,$(patsubst dev/%.c,$(BUILD)/%,$(wildcard dev/test_*.c)) \
@@ -38,7 +38,7 @@ TESTS := $(if $(THREAD),$(BUILD)/test_device $(BUILD)/test_comm,$(patsubst dev/%
 Q   := $(if $(V),,@)
 say = $(if $(V),,@printf '  %-5s %s\n' $(1) $@)
 
-.PHONY: all run test deps format clean help
+.PHONY: all run test test-grid bench deps format clean help
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -50,6 +50,8 @@ help:
 	@echo 'make run        install what is missing, build, prepare text, train on it with two ranks'
 	@echo '                DATA=stories (default) | kjv | a text file; RANKS=2'
 	@echo 'make test       install what is missing, build, also with sanitizers, run every test'
+	@echo 'make test-grid  every combination of strategies and options on 1 to 8 ranks: some 8 minutes'
+	@echo 'make bench      how fast it is: tables of a step of GPT-2 124M, its ops, the optimizer, the collectives'
 	@echo 'make deps       install what is missing'
 	@echo 'make format     clang-format over the sources'
 	@echo 'make clean      remove what was built'
@@ -110,6 +112,21 @@ $(BUILD)/test_%: $(BUILD)/test_%.o $(BUILD)/ops_reference.o $(ROOM_OBJECTS)
 	$(call say,LINK)
 	$(Q)$(CC) $(LDFLAGS) $^ $(MPI_LIBS) $(LDLIBS) -lcmocka -o $@
 endif
+
+# How fast it is. oneDNN's product is the measure.
+$(BUILD)/bench.o: CFLAGS += -Wno-unused-function
+$(BUILD)/bench: $(BUILD)/bench.o $(ROOM_OBJECTS)
+	$(call say,LINK)
+	$(Q)$(CC) $(LDFLAGS) $^ $(MPI_LIBS) $(LDLIBS) -ldnnl -o $@
+
+bench: deps
+	@$(MAKE) --no-print-directory $(BUILD)/bench
+	@dev/bench.sh $(BUILD)/bench
+
+# Every combination of what moves no number; `make test` runs every pair.
+test-grid: deps
+	@$(MAKE) --no-print-directory $(BUILD)/test_gpt
+	@dev/run_tests.sh --grid
 
 # The normal build, and what the sanitizers have to say: the thread sanitizer only where it understands all code, which
 # leaves out OpenMP's and oneDNN's.

@@ -1,6 +1,7 @@
 // test_gpt: the whole model, fully sharded, against PyTorch in float64 and against itself.
 //
-// Run it as one rank or under mpirun with 2, 3, 4 or 8: each checks what that number of ranks can. It includes the
+// Run it as one rank or under mpirun with 2, 3, 4 or 8: each checks what that number of ranks can. With --grid it runs every
+// combination of the grid's options and nothing else. It includes the
 // trainer's source, so what is tested is what trains. The reference values are made by dev/reference.py.
 #define TESTING
 #include "train_gpt.cu"
@@ -13,7 +14,7 @@
 #include <cmocka.h>
 // clang-format on
 #include "test_ranks.h" // ranks_quieten
-#include <unistd.h>     // getpid
+#include "trial.h"      // Trial, Bench
 
 // The bounds that fp32 must keep to, relative: its own error over ten steps is about a tenth of them, and each mistake
 // in `mutants` breaks them at least tenfold (dev/reference.py measures and asserts both).
@@ -24,74 +25,9 @@ static const char *const mutants[] = {
     "adamw_eps_inside", "attention_unscaled", "norm_counts_tied_twice"};
 enum { MUTANTS = sizeof mutants / sizeof mutants[0], MOST_STEPS = 16 };
 
-static char folder[256]; // for shards, the same on all ranks
-
 typedef struct {
     double loss[MOST_STEPS], norm[MOST_STEPS];
 } Curve;
-
-// ---------------------------------------------------------------------------------------------------------------------
-// shards, and models run on some of the ranks
-
-static void ranks_meet(void) {
-    Device *device = device_open(NULL);
-    Comm *world = comm_world(device, 120);
-    comm_barrier(world);
-    comm_close(world);
-    device_close(device);
-}
-
-// A shard file of 16-bit tokens.
-static void shard_write(const char *path, const int *tokens, int count) {
-    int32_t header[256] = {20240520, 1, count};
-    FILE *file = fopen(path, "wb");
-    assert_non_null(file);
-    fwrite(header, sizeof header, 1, file);
-    for (int i = 0; i < count; i++) {
-        uint16_t token = (uint16_t)tokens[i];
-        fwrite(&token, sizeof token, 1, file);
-    }
-    assert_int_equal(fclose(file), 0);
-}
-
-static Loader *loader_over(const char *pattern, int T, int V, bool every_target, bool shuffle) {
-    static char glob[512];
-    snprintf(glob, sizeof glob, "%s/%s", folder, pattern);
-    return loader_open((LoaderOptions){"--train-data", glob, T, V, every_target, shuffle, 7});
-}
-
-// How a test runs the model.
-typedef struct {
-    GPTConfig config;
-    int ranks, sequences, B, steps, threads; // sequences: of a global batch
-    DType dtype;
-    float lr;
-    Safetensors *parameters; // NULL: random ones
-    int recompute;
-    int prefetch; // 0: 1
-} Trial;
-
-// The model on the first trial.ranks ranks; g is NULL on the others, which go on to meet them at bench_close.
-typedef struct {
-    Device *plan, *device;
-    Comm *world, *comm;
-    GPT *g;
-} Bench;
-
-static GPTRun trial_run(const Trial *trial) {
-    GPTRun run;
-    memset(&run, 0, sizeof run);
-    run.B = trial->B;
-    run.T = trial->config.maxT;
-    run.micro_steps = trial->sequences / trial->B / trial->ranks;
-    run.sample_tokens = 4;
-    run.threads = trial->threads;
-    run.recompute = trial->recompute;
-    run.prefetch = trial->prefetch ? trial->prefetch : 1;
-    run.dtype = trial->dtype;
-    run.clip = 1;
-    return run;
-}
 
 static void params_source(void *context, const FsdpTensor *tensor, int64_t first, int64_t count, float *out) {
     char name[96];
@@ -99,49 +35,6 @@ static void params_source(void *context, const FsdpTensor *tensor, int64_t first
     const SafetensorsEntry *entry = safetensors_find((const Safetensors *)context, name);
     assert_non_null(entry);
     safetensors_read((const Safetensors *)context, entry, first, count, out);
-}
-
-static Device *plan_make(const Trial *trial, int rank) {
-    Device *plan = device_plan();
-    Comm *planned = comm_plan(plan, rank, trial->ranks);
-    GPT *rehearsed = gpt_open(plan, planned, trial->config, trial_run(trial));
-    rehearse(rehearsed);
-    gpt_close(rehearsed);
-    comm_close(planned);
-    return plan;
-}
-
-// Builds the trial on exactly the planned memory.
-static Bench bench_open(const Trial *trial) {
-    Bench bench = {.plan = plan_make(trial, 0)};
-    bench.device = device_open(bench.plan);
-    bench.world = comm_world(bench.device, 120);
-    bench.comm = comm_split(bench.world, comm_world_rank() < trial->ranks ? 0 : -1);
-    if (!bench.comm) return bench;
-    bench.g = gpt_open(bench.device, bench.comm, trial->config, trial_run(trial));
-    Init init = {bench.g->ops, 1337};
-    if (trial->parameters)
-        fsdp_fill(bench.g->fsdp, params_source, trial->parameters);
-    else
-        fsdp_fill(bench.g->fsdp, init_source, &init);
-    return bench;
-}
-
-// Ranks that took part check that they used what was planned, to the byte.
-static void bench_close(Bench *bench) {
-    if (bench->g) {
-        assert_true(device_same_ledger(bench->plan, bench->device));
-        gpt_close(bench->g);
-        comm_close(bench->comm);
-    }
-    comm_barrier(bench->world);
-    comm_close(bench->world);
-    device_close(bench->device);
-    device_close(bench->plan);
-}
-
-static AdamW adam_of(const Trial *trial) {
-    return (AdamW){.lr = trial->lr, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .decay = 0.1f};
 }
 
 // All steps of the trial on consecutive global batches.
@@ -249,7 +142,8 @@ static Trial reference_trial(const Reference *reference, int B) {
     trial.steps = reference->steps;
     trial.threads = 1;
     trial.lr = 1e-2f;
-    trial.parameters = reference->file;
+    trial.source = params_source;
+    trial.context = reference->file;
     return trial;
 }
 
@@ -319,7 +213,7 @@ static void check_logits(GPT *g, const Reference *reference) {
     for (int first = 0; first < reference->sequences; first += B) {
         batch_load(g, reference->loader, first);
         fsdp_gather(g->fsdp, FSDP_ROOT);
-        weights_of(g, FSDP_ROOT, fsdp_use(g->fsdp, FSDP_ROOT), root);
+        root_weights(g, fsdp_use(g->fsdp, FSDP_ROOT), root);
         forward(g, root, B, T);
         unembed_forward(g->ops, g->acts.logits, g->acts.lnf, root[WTE], B * T, g->config.C, Vp, F32);
         fsdp_release(g->fsdp, FSDP_ROOT);
@@ -386,19 +280,7 @@ static void test_first_step_round(void **state) {
 // A model whose rows, columns and keys cross the borders of tiles, on random tokens.
 static const GPTConfig tiled = {.maxT = 96, .V = 131, .Vp = 256, .L = 3, .NH = 3, .C = 72};
 
-static Loader *tiled_loader(void) {
-    enum { TOKENS = 96 * 100 + 40 }; // 100 sequences and a rest
-    if (comm_world_rank() == 0) {
-        static int tokens[TOKENS];
-        char path[512];
-        for (int i = 0; i < TOKENS; i++)
-            tokens[i] = (int)(random_unit(3, 0, (uint64_t)i) * random_unit(4, 0, (uint64_t)i) * 131);
-        snprintf(path, sizeof path, "%s/tiled_000000.bin", folder);
-        shard_write(path, tokens, TOKENS);
-    }
-    ranks_meet();
-    return loader_over("tiled_*.bin", 96, 131, false, true);
-}
+static Loader *tiled_loader(void) { return random_loader("tiled", tiled.maxT, tiled.V); }
 
 static void assert_same_curve(const Curve *a, const Curve *b, int steps, const char *what, int value) {
     for (int i = 0; i < steps; i++)
@@ -539,6 +421,153 @@ static void test_prefetch(void **state) {
     loader_close(loader);
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// the grid: every way to shard, accumulate, recompute, cut and prefetch, in every precision, gives the same numbers
+
+enum { SHARDING, MICRO_STEPS, ACCUMULATE, RECOMPUTE, UNIT_BLOCKS, PREFETCH, PRECISION, FACTORS, MOST_LEVELS = 32 };
+
+static const GPTConfig grid_config = {.maxT = 24, .V = 131, .Vp = 256, .L = 3, .NH = 2, .C = 32};
+static const int grid_micro_steps[] = {1, 4};
+static const struct {
+    DType dtype, reduce;
+} grid_precisions[] = {{F32, F32}, {F32, BF16}, {BF16, F32}, {BF16, BF16}};
+
+// What is sharded over how many of the ranks there are; hybrids by every divisor.
+typedef struct {
+    int shard, ranks;
+} Sharding;
+static Sharding shardings[MOST_LEVELS];
+static int levels[FACTORS];
+static bool grid_full; // every combination instead of every pair
+
+static void grid_prepare(void) {
+    const int world = comm_world_size();
+    int n = 0;
+    shardings[n++] = (Sharding){FSDP_NONE, 1};
+    for (int ranks = 1; ranks <= world; ranks++)
+        for (int shard = FSDP_FULL; shard < FSDP_NONE && world % ranks == 0; shard++)
+            if (ranks > 1 || shard == FSDP_FULL) shardings[n++] = (Sharding){shard, ranks};
+    levels[SHARDING] = n;
+    levels[MICRO_STEPS] = 2;
+    levels[ACCUMULATE] = 2;
+    levels[RECOMPUTE] = 4;
+    levels[UNIT_BLOCKS] = 3;
+    levels[PREFETCH] = 3;
+    levels[PRECISION] = ops_native_bf16() ? 4 : 2;
+}
+
+// The combination numbered `number`: a digit a factor.
+static void grid_choose(int number, int *choice) {
+    for (int f = 0; f < FACTORS; f++) {
+        choice[f] = number % levels[f];
+        number /= levels[f];
+    }
+}
+
+static int grid_size(void) {
+    int size = 1;
+    for (int f = 0; f < FACTORS; f++) size *= levels[f];
+    return size;
+}
+
+static Trial grid_trial(const int *choice) {
+    return (Trial){.config = grid_config,
+                   .ranks = comm_world_size(),
+                   .sequences = grid_micro_steps[choice[MICRO_STEPS]] * comm_world_size(),
+                   .B = 1,
+                   .steps = 3,
+                   .threads = 1,
+                   .dtype = grid_precisions[choice[PRECISION]].dtype,
+                   .lr = 3e-3f,
+                   .recompute = choice[RECOMPUTE],
+                   .prefetch = 1 + choice[PREFETCH],
+                   .unit_blocks = 1 + choice[UNIT_BLOCKS],
+                   .shard = shardings[choice[SHARDING]].shard,
+                   .shard_ranks = shardings[choice[SHARDING]].ranks,
+                   .unsharded = choice[ACCUMULATE] == 1,
+                   .reduce_dtype = grid_precisions[choice[PRECISION]].reduce};
+}
+
+// Pairs of values, one of each of two factors, that no combination so far had.
+typedef struct {
+    bool seen[FACTORS][MOST_LEVELS][FACTORS][MOST_LEVELS];
+} Pairs;
+
+static int pairs_new(Pairs *pairs, const int *choice, bool take) {
+    int n = 0;
+    for (int f = 0; f < FACTORS; f++)
+        for (int g = f + 1; g < FACTORS; g++) {
+            bool *seen = &pairs->seen[f][choice[f]][g][choice[g]];
+            n += !*seen;
+            *seen |= take;
+        }
+    return n;
+}
+
+// The next combination, or -1: one after another, or the one with the most pairs that are new.
+static int grid_next(Pairs *pairs, int last) {
+    int choice[FACTORS], best = -1, most = 0;
+    if (grid_full) return last + 1 < grid_size() ? last + 1 : -1;
+    for (int number = 0; number < grid_size(); number++) {
+        grid_choose(number, choice);
+        int n = pairs_new(pairs, choice, false);
+        if (n > most) most = n, best = number;
+    }
+    if (best >= 0) {
+        grid_choose(best, choice);
+        pairs_new(pairs, choice, true);
+    }
+    return best;
+}
+
+// The same global batch on a single rank, in the plainest way.
+static Curve grid_expected(const Trial *trial, const Loader *loader) {
+    Trial plain = {.config = grid_config,
+                   .ranks = 1,
+                   .sequences = trial->sequences,
+                   .B = 1,
+                   .steps = trial->steps,
+                   .threads = 1,
+                   .dtype = trial->dtype,
+                   .lr = trial->lr,
+                   .reduce_dtype = trial->reduce_dtype};
+    return trial_curve(&plain, loader);
+}
+
+static void grid_check(const Curve *expected, const Curve *found, const Trial *t) {
+    const bool exact = (t->ranks & (t->ranks - 1)) == 0;
+    for (int i = 0; i < t->steps; i++)
+        if (exact ? found->loss[i] != expected->loss[i] || found->norm[i] != expected->norm[i]
+                  : relative(found->loss[i], expected->loss[i]) > 1e-5)
+            fail_msg("step %d: loss %.17g, norm %.17g, expected %.17g, %.17g; %d ranks, shard %d over %d, %d "
+                     "sequences, unsharded %d, recompute %d, unit-blocks %d, prefetch %d, dtypes %d %d",
+                     i + 1, found->loss[i], found->norm[i], expected->loss[i], expected->norm[i], t->ranks,
+                     t->shard, t->shard_ranks, t->sequences, t->unsharded, t->recompute, t->unit_blocks,
+                     t->prefetch, t->dtype, t->reduce_dtype);
+}
+
+static void test_grid(void **state) {
+    (void)state;
+    static Pairs pairs;
+    Curve expected[2][4]; // by micro-steps and precision
+    bool known[2][4] = {{false}};
+    int choice[FACTORS];
+    Loader *loader = random_loader("grid", grid_config.maxT, grid_config.V);
+    grid_prepare();
+    memset(&pairs, 0, sizeof pairs);
+    for (int number = -1; (number = grid_next(&pairs, number)) >= 0;) {
+        grid_choose(number, choice);
+        Trial trial = grid_trial(choice);
+        Curve *curve = &expected[choice[MICRO_STEPS]][choice[PRECISION]];
+        bool *have = &known[choice[MICRO_STEPS]][choice[PRECISION]];
+        if (!*have) *curve = grid_expected(&trial, loader);
+        *have = true;
+        Curve found = trial_curve(&trial, loader);
+        if (comm_world_rank() == 0) grid_check(curve, &found, &trial);
+    }
+    loader_close(loader);
+}
+
 // Validation takes every target once, those of the last, short sequence too, and gives the same bits on every number of
 // ranks.
 static void test_validation(void **state) {
@@ -621,7 +650,8 @@ static void check_plan(const Trial *trial, const Expected *expected) {
 }
 
 // GPT-2 124M, bf16, 4 ranks. Per block, tensors rounded up to 64: 12·768² + 13·768 = 7,087,872 elements, of which a
-// rank owns 1,771,968; the root, 50304·768 + 1024·768 + 2·768 = 39,421,440, of which 9,855,360.
+// rank owns 1,771,968; the root, 50304·768 + 1024·768 + 2·768 = 39,421,440, of which 9,855,360. The root's own slice in
+// bf16 lies in the gathered root.
 static void test_plan_124m(void **state) {
     (void)state;
     static const GPTConfig config = {.maxT = 1024, .V = 50257, .Vp = 50304, .L = 12, .NH = 12, .C = 768};
@@ -630,7 +660,7 @@ static void test_plan_124m(void **state) {
         {"master", 124475904},        // 4 · (9855360 + 12·1771968)
         {"moments", 248951808},       // twice that
         {"gradient", 124475904},      //
-        {"bf16 slices", 62237952},    // half of it
+        {"bf16 slices", 42527232},    // 2 · 12·1771968
         {"partial sums", 0},          // one micro-step
         {"exchange", 28351488},       // 4 · 4·1771968
         {"slots", 28351488},          // 2 · 2·7087872
@@ -655,7 +685,8 @@ static void test_plan_one_rank(void **state) {
     static const GPTConfig config = {.maxT = 256, .V = 257, .Vp = 384, .L = 4, .NH = 4, .C = 256};
     Trial trial = {.config = config, .ranks = 1, .sequences = 32, .B = 16, .threads = 1, .dtype = F32};
     static const Expected expected[] = {
-        {"master", 13293568}, // 4 · (384·256 + 256·256 + 2·256 + 4·(12·256² + 13·256))
+        {"parameters", 13293568}, // 4 · (384·256 + 256·256 + 2·256 + 4·(12·256² + 13·256)), the master itself
+        {"master", 0},
         {"moments", 26587136},
         {"gradient", 13293568},
         {"bf16 slices", 0},
@@ -663,8 +694,8 @@ static void test_plan_one_rank(void **state) {
         {"exchange", 0},
         {"slots", 0},
         {"root", 0},
-        {"root gradient", 657408},
-        {"gradient slots", 6318080},
+        {"root gradient", 0},
+        {"gradient slots", 0},
         {"logits", 1572864}, // 1024 · 384 · 4
         {"activations", 319342080},
         {NULL, 0},
@@ -678,11 +709,12 @@ static void test_plan_odd(void **state) {
     static const GPTConfig config = {.maxT = 17, .V = 131, .Vp = 256, .L = 2, .NH = 3, .C = 48};
     Trial trial = {.config = config, .ranks = 3, .sequences = 30, .B = 2, .threads = 1, .dtype = F32};
     static const Expected expected[] = {
-        {"master", 93440}, // 4 · (4416 + 2·9472): a third of 13184 and of 28352, rounded up to 64
-        {"moments", 186880},        {"gradient", 93440}, {"bf16 slices", 0}, {"partial sums", 280320},
-        {"exchange", 113664},       {"slots", 227328},   {"root", 52992},    {"root gradient", 52992},
-        {"gradient slots", 227328}, {"logits", 34816}, // 34 · 256 · 4
-        {"activations", 291264},    {NULL, 0},
+        {"master", 75776},   // 4 · 2·9472: a third of 28352, rounded up to 64; the root's lies in place
+        {"moments", 186880}, // 2·4 · (4416 + 2·9472), 4416 of the root's 13184
+        {"gradient", 93440},     {"bf16 slices", 0}, {"partial sums", 280320}, {"exchange", 113664},
+        {"slots", 227328},       {"root", 52992},    {"root gradient", 52992}, {"gradient slots", 227328},
+        {"logits", 34816}, // 34 · 256 · 4
+        {"activations", 291264}, {NULL, 0},
     };
     check_plan(&trial, expected);
 }
@@ -722,49 +754,36 @@ static void test_sampling(void **state) {
     for (int i = 0; i < 5; i++) assert_float_equal(seen[i] / 20000.0, exp((double)logits[i]) / total, 0.015);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-
-// Files of the tests, under one name on all ranks of this node: rank 0's process number comes with the barrier.
-static void folder_agree(void) {
-    int64_t number = comm_world_rank() == 0 ? (int64_t)getpid() : 0;
-    Device *device = device_open(NULL);
-    Comm *world = comm_world(device, 120);
-    Event *agreed = event_create(device, "agreed");
-    comm_all_reduce(world, &number, 1, COMM_I64_SUM);
-    event_record(agreed, comm_stream(world));
-    event_synchronize(agreed);
-    snprintf(folder, sizeof folder, "/tmp/test_gpt_%lld", (long long)number);
-    if (comm_world_rank() == 0) mkdir(folder, 0777);
-    comm_barrier(world);
-    comm_close(world);
-    device_close(device);
-}
-
-static void folder_remove(void) {
-    char command[512];
-    ranks_meet();
-    snprintf(command, sizeof command, "rm -rf %s", folder);
-    if (comm_world_rank() == 0 && system(command) != 0) perror(folder);
-}
-
 int main(int argc, char **argv) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_curves_odd),     cmocka_unit_test(test_curves_round),
-        cmocka_unit_test(test_first_step_odd), cmocka_unit_test(test_first_step_round),
-        cmocka_unit_test(test_ranks_fp32),     cmocka_unit_test(test_ranks_bf16),
-        cmocka_unit_test(test_threads_fp32),   cmocka_unit_test(test_threads_bf16),
-        cmocka_unit_test(test_recompute_fp32), cmocka_unit_test(test_recompute_bf16),
-        cmocka_unit_test(test_prefetch),       cmocka_unit_test(test_validation),
-        cmocka_unit_test(test_no_allocations), cmocka_unit_test(test_allocations_are_seen),
-        cmocka_unit_test(test_plan_124m),      cmocka_unit_test(test_plan_one_rank),
-        cmocka_unit_test(test_plan_odd),       cmocka_unit_test(test_schedules),
+        cmocka_unit_test(test_curves_odd),
+        cmocka_unit_test(test_curves_round),
+        cmocka_unit_test(test_first_step_odd),
+        cmocka_unit_test(test_first_step_round),
+        cmocka_unit_test(test_ranks_fp32),
+        cmocka_unit_test(test_ranks_bf16),
+        cmocka_unit_test(test_threads_fp32),
+        cmocka_unit_test(test_threads_bf16),
+        cmocka_unit_test(test_recompute_fp32),
+        cmocka_unit_test(test_recompute_bf16),
+        cmocka_unit_test(test_prefetch),
+        cmocka_unit_test(test_grid),
+        cmocka_unit_test(test_validation),
+        cmocka_unit_test(test_no_allocations),
+        cmocka_unit_test(test_allocations_are_seen),
+        cmocka_unit_test(test_plan_124m),
+        cmocka_unit_test(test_plan_one_rank),
+        cmocka_unit_test(test_plan_odd),
+        cmocka_unit_test(test_schedules),
         cmocka_unit_test(test_sampling),
     };
+    const struct CMUnitTest grid[] = {cmocka_unit_test(test_grid)};
     error_program("test_gpt");
     comm_start(&argc, &argv);
+    grid_full = argc > 1 && strcmp(argv[1], "--grid") == 0;
     folder_agree();
     ranks_quieten();
-    int failed = cmocka_run_group_tests(tests, NULL, NULL);
+    int failed = grid_full ? cmocka_run_group_tests(grid, NULL, NULL) : cmocka_run_group_tests(tests, NULL, NULL);
     folder_remove();
     comm_end();
     return failed != 0;

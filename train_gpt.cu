@@ -20,9 +20,11 @@
 #include "fsdp/options.h"     // options_read
 #include "fsdp/safetensors.h" // safetensors_open, …
 #include "fsdp/tokenizer.h"   // tokenizer_open, …
+#include "fsdp/trace.h"       // trace_claim, trace_write
 #include <assert.h>           // assert
 #include <jansson.h>          // config.json and the data's card
 #include <math.h>             // cos, exp, isfinite
+#include <stddef.h>           // offsetof
 #include <stdio.h>            // snprintf, printf
 #include <stdlib.h>           // calloc, free
 #include <string.h>           // memcpy, strcmp
@@ -46,8 +48,13 @@ typedef struct {
 enum { WTE, WPE, LNFW, LNFB, ROOT_TENSORS };
 enum { LN1W, LN1B, QKVW, QKVB, ATTPROJW, ATTPROJB, LN2W, LN2B, FCW, FCB, FCPROJW, FCPROJB, BLOCK_TENSORS };
 
-// Unit 0 is the root; unit 1 + l is block l.
-static int block_unit(int l) { return 1 + l; }
+// Unit 0 is the root; the others hold K blocks each, the last one what is left. Block l's tensors follow those of the
+// blocks before it in its unit.
+static int layer_units(const GPTConfig *config, int K) { return (config->L + K - 1) / K; }
+static int block_unit(int l, int K) { return 1 + l / K; }
+static int unit_first_block(const GPTConfig *config, int u, int K) {
+    return (u - 1) * K < config->L ? (u - 1) * K : config->L;
+}
 
 static FsdpTensor tensor_make(const char *name, int rows, int columns, float init_normal, float init_value) {
     FsdpTensor tensor;
@@ -93,29 +100,37 @@ static void block_tensors(const GPTConfig *config, int l, FsdpTensor *tensors) {
     }
 }
 
-// All units of the model; freed with units_free.
-static FsdpUnit *units_make(const GPTConfig *config) {
-    FsdpUnit *units = (FsdpUnit *)calloc((size_t)config->L + 1, sizeof(FsdpUnit));
+static void unit_alloc(FsdpUnit *unit, int count) {
+    unit->count = count;
+    unit->tensors = (FsdpTensor *)calloc((size_t)count, sizeof(FsdpTensor));
+    if (!unit->tensors) die(EXIT_CODE_FAILURE, NULL, "out of memory");
+}
+
+static void root_make(const GPTConfig *config, FsdpUnit *unit) {
+    unit_alloc(unit, ROOT_TENSORS);
+    snprintf(unit->name, sizeof unit->name, "root");
+    unit->tensors[WTE] = tensor_make("wte.weight", config->V, config->C, 0.02f, 0);
+    unit->tensors[WTE].stored = (int64_t)config->Vp * config->C;
+    unit->tensors[WPE] = tensor_make("wpe.weight", config->maxT, config->C, 0.02f, 0);
+    unit->tensors[LNFW] = tensor_make("ln_f.weight", config->C, 0, 0, 1);
+    unit->tensors[LNFB] = tensor_make("ln_f.bias", config->C, 0, 0, 0);
+}
+
+// All units of the model, K blocks in each but the root; freed with units_free.
+static FsdpUnit *units_make(const GPTConfig *config, int K) {
+    const int layers = layer_units(config, K);
+    FsdpUnit *units = (FsdpUnit *)calloc((size_t)layers + 1, sizeof(FsdpUnit));
     uint32_t number = 0;
-    for (int u = 0; units && u <= config->L; u++) {
-        FsdpUnit *unit = &units[u];
-        unit->count = u == FSDP_ROOT ? (int)ROOT_TENSORS : (int)BLOCK_TENSORS;
-        unit->tensors = (FsdpTensor *)calloc((size_t)unit->count, sizeof(FsdpTensor));
-        if (!unit->tensors) die(EXIT_CODE_FAILURE, NULL, "out of memory");
-        if (u == FSDP_ROOT) {
-            snprintf(unit->name, sizeof unit->name, "root");
-            unit->tensors[WTE] = tensor_make("wte.weight", config->V, config->C, 0.02f, 0);
-            unit->tensors[WTE].stored = (int64_t)config->Vp * config->C;
-            unit->tensors[WPE] = tensor_make("wpe.weight", config->maxT, config->C, 0.02f, 0);
-            unit->tensors[LNFW] = tensor_make("ln_f.weight", config->C, 0, 0, 1);
-            unit->tensors[LNFB] = tensor_make("ln_f.bias", config->C, 0, 0, 0);
-        } else {
-            snprintf(unit->name, sizeof unit->name, "h.%d", u - 1);
-            block_tensors(config, u - 1, unit->tensors);
-        }
-        for (int t = 0; t < unit->count; t++) unit->tensors[t].number = number++;
-    }
     if (!units) die(EXIT_CODE_FAILURE, NULL, "out of memory");
+    root_make(config, &units[FSDP_ROOT]);
+    for (int u = 1; u <= layers; u++) {
+        int first = unit_first_block(config, u, K), end = unit_first_block(config, u + 1, K);
+        unit_alloc(&units[u], (end - first) * BLOCK_TENSORS);
+        snprintf(units[u].name, sizeof units[u].name, end - first > 1 ? "h.%d-%d" : "h.%d", first, end - 1);
+        for (int l = first; l < end; l++) block_tensors(config, l, units[u].tensors + (l - first) * BLOCK_TENSORS);
+    }
+    for (int u = 0; u <= layers; u++)
+        for (int t = 0; t < units[u].count; t++) units[u].tensors[t].number = number++;
     return units;
 }
 
@@ -178,15 +193,23 @@ typedef struct {
 // What a run needs to know to take memory.
 typedef struct {
     int B, T;          // micro-batch
-    int micro_steps;   // per step and rank
     int sample_tokens; // of a sample, prompt included; 0: none
     int threads;
-    int recompute; // RECOMPUTE_…
-    int prefetch;  // blocks gathered ahead
-    DType dtype;
+    int recompute;   // RECOMPUTE_…
+    int unit_blocks; // K: blocks in a unit
+    DType dtype;     // of parameters and activations
+    FsdpOptions sharding;
     float clip;
     bool exporting; // a model folder will be written
+    bool tracing;   // a timeline too
 } GPTRun;
+
+// What a rank spent on a step, in milliseconds.
+typedef struct {
+    double own;    // without waiting
+    double gather; // waiting for parameters
+    double waited; // waiting for any communication
+} RankTimes;
 
 typedef struct {
     GPTConfig config;
@@ -194,7 +217,8 @@ typedef struct {
     Device *device;
     Comm *comm;
     Ops *ops;
-    FsdpUnit *units; // (L + 1)
+    FsdpUnit *units; // the root, then `layers` of K blocks
+    int layers;
     Fsdp *fsdp;
     Activations acts;
     // in host memory
@@ -203,11 +227,15 @@ typedef struct {
     float *host_logits, *sorted;     // (V)  of one position
     int *sample;                     // (sample_tokens)
     float *export_piece;             // (EXPORT_PIECE)  when exporting
+    RankTimes *times;                // (ranks)
     double *sums;                    // losses of the micro-batches of a step, or of one round of a validation
     Event *ready, *agreed;
 } GPT;
 
-enum { EXPORT_PIECE = 1 << 18 }; // elements that travel to rank 0 at a time
+enum {
+    EXPORT_PIECE = 1 << 18, // elements that travel to rank 0 at a time
+    TRACE_SPANS = 1 << 17,  // of a timeline: some hundred steps of a model of twelve blocks
+};
 
 static void *act(GPT *g, size_t elements) {
     return device_alloc(g->device, "activations", elements * dtype_size(g->run.dtype));
@@ -269,15 +297,15 @@ static GPT *gpt_open(Device *device, Comm *comm, GPTConfig config, GPTRun run) {
     GPT *g = (GPT *)calloc(1, sizeof *g);
     if (!g) die(EXIT_CODE_FAILURE, NULL, "out of memory");
     const size_t N = (size_t)run.B * (size_t)run.T;
-    size_t sums = (size_t)comm_size(comm) * (size_t)(run.micro_steps > 2 ? run.micro_steps : 2);
+    size_t sums = (size_t)comm_size(comm) * (size_t)(run.sharding.micro_steps > 2 ? run.sharding.micro_steps : 2);
     g->config = config;
     g->run = run;
     g->device = device;
     g->comm = comm;
     g->ops = ops_open(device, run.threads);
-    g->units = units_make(&config);
-    FsdpOptions options = {run.dtype, run.micro_steps, run.prefetch};
-    g->fsdp = fsdp_open(device, g->ops, comm, g->units, config.L + 1, options);
+    g->units = units_make(&config, run.unit_blocks);
+    g->layers = layer_units(&config, run.unit_blocks);
+    g->fsdp = fsdp_open(device, g->ops, comm, g->units, g->layers + 1, run.sharding);
     activations_take(g);
     g->host_inputs = (int *)device_alloc_host(device, "batch", N * sizeof(int));
     g->host_targets = (int *)device_alloc_host(device, "batch", N * sizeof(int));
@@ -286,6 +314,8 @@ static GPT *gpt_open(Device *device, Comm *comm, GPTConfig config, GPTRun run) {
     g->sorted = (float *)device_alloc_host(device, "batch", (size_t)config.Vp * sizeof(float));
     g->sample = (int *)device_alloc_host(device, "batch", (size_t)run.sample_tokens * sizeof(int));
     if (run.exporting) g->export_piece = (float *)device_alloc_host(device, "export", EXPORT_PIECE * sizeof(float));
+    if (run.tracing) device_trace(device, TRACE_SPANS);
+    g->times = (RankTimes *)device_alloc_host(device, "batch", (size_t)comm_size(comm) * sizeof(RankTimes));
     g->sums = (double *)device_alloc_host(device, "batch", sums * sizeof(double));
     g->ready = event_create(device, "ready");
     g->agreed = event_create(device, "losses agreed");
@@ -294,7 +324,7 @@ static GPT *gpt_open(Device *device, Comm *comm, GPTConfig config, GPTRun run) {
 
 static void gpt_close(GPT *g) {
     fsdp_close(g->fsdp);
-    units_free(g->units, g->config.L + 1);
+    units_free(g->units, g->layers + 1);
     ops_close(g->ops);
     free(g->acts.blocks);
     free(g);
@@ -303,16 +333,31 @@ static void gpt_close(GPT *g) {
 // ---------------------------------------------------------------------------------------------------------------------
 // a block
 
-// Pointers to a unit's tensors within its flat array: of parameters, or of gradients.
-static void weights_of(const GPT *g, int unit, const void *flat, const void **w) {
-    for (int t = 0; t < g->units[unit].count; t++)
-        w[t] = (const char *)flat + g->units[unit].tensors[t].offset * dtype_size(g->run.dtype);
+// Pointers to tensors of a unit, count of them from number first on, within its flat array of parameters or of gradients.
+static void weights_of(const GPT *g, int unit, int first, int count, const void *flat, const void **w) {
+    for (int t = 0; t < count; t++)
+        w[t] = (const char *)flat + g->units[unit].tensors[first + t].offset * dtype_size(g->run.dtype);
 }
-static void grads_of(const GPT *g, int unit, float *flat, float **d) {
-    for (int t = 0; t < g->units[unit].count; t++) d[t] = flat + g->units[unit].tensors[t].offset;
+static void grads_of(const GPT *g, int unit, int first, int count, float *flat, float **d) {
+    for (int t = 0; t < count; t++) d[t] = flat + g->units[unit].tensors[first + t].offset;
+}
+static void root_weights(const GPT *g, const void *flat, const void **w) {
+    weights_of(g, FSDP_ROOT, 0, ROOT_TENSORS, flat, w);
+}
+static void block_weights(const GPT *g, int l, const void *flat, const void **w) {
+    const int K = g->run.unit_blocks;
+    weights_of(g, block_unit(l, K), l % K * BLOCK_TENSORS, BLOCK_TENSORS, flat, w);
+}
+static void block_grads(const GPT *g, int l, float *flat, float **d) {
+    const int K = g->run.unit_blocks;
+    grads_of(g, block_unit(l, K), l % K * BLOCK_TENSORS, BLOCK_TENSORS, flat, d);
 }
 
 static void *block_input(const GPT *g, int l) { return l == 0 ? g->acts.encoded : g->acts.blocks[l - 1].residual3; }
+
+static int64_t block_span(GPT *g, const char *phase, int l) {
+    return span_begin(device_compute(g->device), phase, g->units[block_unit(l, g->run.unit_blocks)].name);
+}
 
 static void block_forward(GPT *g, int l, const void *flat, int B, int T) {
     const int N = B * T, C = g->config.C, NH = g->config.NH;
@@ -321,7 +366,8 @@ static void block_forward(GPT *g, int l, const void *flat, int B, int T) {
     BlockActivations *a = &g->acts.blocks[l];
     void *branch = g->acts.branch;
     Ops *ops = g->ops;
-    weights_of(g, block_unit(l), flat, w);
+    int64_t span = block_span(g, "forward", l);
+    block_weights(g, l, flat, w);
     layernorm_forward(ops, a->ln1, a->ln1_mean, a->ln1_rstd, x, w[LN1W], w[LN1B], N, C, dtype);
     linear_forward(ops, a->qkv, a->ln1, w[QKVW], w[QKVB], N, C, 3 * C, dtype);
     attention_forward(ops, a->atty, a->lse, a->qkv, B, T, C, NH, dtype);
@@ -332,6 +378,7 @@ static void block_forward(GPT *g, int l, const void *flat, int B, int T) {
     gelu_forward(ops, a->fch_gelu, a->fch, (size_t)N * 4 * (size_t)C, dtype);
     linear_forward(ops, branch, a->fch_gelu, w[FCPROJW], w[FCPROJB], N, 4 * C, C, dtype);
     residual_forward(ops, a->residual3, a->residual2, branch, (size_t)N * (size_t)C, dtype);
+    span_end(device_compute(g->device), span);
 }
 
 // Computes again what backward needs and block l does not keep. The last block's is still there.
@@ -355,8 +402,9 @@ static void block_backward(GPT *g, int l, const void *flat, float *flat_grad) {
     const BlockActivations *a = &g->acts.blocks[l];
     void *dresidual = g->acts.dresidual, *dbranch = g->acts.dbranch, *dfch = g->acts.dfch, *dqkv = g->acts.dqkv;
     Ops *ops = g->ops;
-    weights_of(g, block_unit(l), flat, w);
-    grads_of(g, block_unit(l), flat_grad, d);
+    int64_t span = block_span(g, "backward", l);
+    block_weights(g, l, flat, w);
+    block_grads(g, l, flat_grad, d);
     linear_backward(ops, dfch, d[FCPROJW], d[FCPROJB], dresidual, a->fch_gelu, w[FCPROJW], N, 4 * C, C, dtype);
     gelu_backward(ops, dfch, dfch, a->fch, (size_t)N * 4 * (size_t)C, dtype);
     linear_backward(ops, dbranch, d[FCW], d[FCB], dfch, a->ln2, w[FCW], N, C, 4 * C, dtype);
@@ -367,23 +415,27 @@ static void block_backward(GPT *g, int l, const void *flat, float *flat_grad) {
     linear_backward(ops, dbranch, d[QKVW], d[QKVB], dqkv, a->ln1, w[QKVW], N, C, 3 * C, dtype);
     layernorm_backward(ops, dresidual, d[LN1W], d[LN1B], dbranch, block_input(g, l), w[LN1W], a->ln1_mean,
                        a->ln1_rstd, N, C, dtype);
+    span_end(device_compute(g->device), span);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // the micro-step: one micro-batch forward and backward, and every collective of FSDP
 
+// Unit u's blocks are first_block(u) … first_block(u + 1) - 1.
+static int first_block(const GPT *g, int u) { return unit_first_block(&g->config, u, g->run.unit_blocks); }
+
 // From tokens to the final LayerNorm. The root must be in use: root are its tensors.
 static void forward(GPT *g, const void *const *root, int B, int T) {
-    const int N = B * T, C = g->config.C, L = g->config.L, ahead = g->run.prefetch;
+    const int N = B * T, C = g->config.C, L = g->config.L, U = g->layers, ahead = g->run.sharding.prefetch;
     Activations *a = &g->acts;
     Fsdp *f = g->fsdp;
-    for (int l = 0; l < ahead && l < L; l++) fsdp_gather(f, block_unit(l));
+    for (int u = 1; u <= ahead && u <= U; u++) fsdp_gather(f, u);
     embedding_forward(g->ops, a->encoded, a->inputs, root[WTE], root[WPE], B, T, C, g->run.dtype);
-    for (int l = 0; l < L; l++) {
-        const void *flat = fsdp_use(f, block_unit(l));
-        if (l + ahead < L) fsdp_gather(f, block_unit(l + ahead)); // travels while l computes
-        block_forward(g, l, flat, B, T);
-        fsdp_release(f, block_unit(l));
+    for (int u = 1; u <= U; u++) {
+        const void *flat = fsdp_use(f, u);
+        if (u + ahead <= U) fsdp_gather(f, u + ahead); // travels while u computes
+        for (int l = first_block(g, u); l < first_block(g, u + 1); l++) block_forward(g, l, flat, B, T);
+        fsdp_release(f, u);
     }
     layernorm_forward(g->ops, a->lnf, a->lnf_mean, a->lnf_rstd, block_input(g, L), root[LNFW], root[LNFB], N, C,
                       g->run.dtype);
@@ -396,6 +448,7 @@ static void head(GPT *g, const void *const *root, float *dwte, float scale) {
     const DType dtype = g->run.dtype;
     const size_t size = dtype_size(dtype);
     Activations *a = &g->acts;
+    int64_t span = span_begin(device_compute(g->device), "head", NULL);
     for (int row = 0; row < N; row += LOGITS_ROWS) {
         int n = N - row < LOGITS_ROWS ? N - row : LOGITS_ROWS;
         const char *x = (const char *)a->lnf + (size_t)row * (size_t)C * size; // (n, C)
@@ -404,11 +457,13 @@ static void head(GPT *g, const void *const *root, float *dwte, float scale) {
         softmax_cross_entropy(g->ops, a->losses + row, a->logits, a->targets + row, n, V, Vp, scale, dtype);
         if (scale != 0) unembed_backward(g->ops, dx, dwte, a->logits, x, root[WTE], n, C, Vp, row > 0, dtype);
     }
+    span_end(device_compute(g->device), span);
 }
 
-// A block's parameters are gathered while a block before computes; its gradients leave while the next one computes.
+// A unit's parameters are gathered while a unit before computes; its gradients leave while the next one computes.
 static void micro_step(GPT *g, float scale) {
-    const int B = g->run.B, T = g->run.T, N = B * T, C = g->config.C, L = g->config.L, ahead = g->run.prefetch;
+    const int B = g->run.B, T = g->run.T, N = B * T, C = g->config.C, L = g->config.L, U = g->layers;
+    const int ahead = g->run.sharding.prefetch;
     const DType dtype = g->run.dtype;
     const void *root[ROOT_TENSORS];
     float *droot[ROOT_TENSORS];
@@ -416,8 +471,8 @@ static void micro_step(GPT *g, float scale) {
     Fsdp *f = g->fsdp;
 
     fsdp_gather(f, FSDP_ROOT);
-    weights_of(g, FSDP_ROOT, fsdp_use(f, FSDP_ROOT), root);
-    grads_of(g, FSDP_ROOT, fsdp_grad(f, FSDP_ROOT), droot);
+    root_weights(g, fsdp_use(f, FSDP_ROOT), root);
+    grads_of(g, FSDP_ROOT, 0, ROOT_TENSORS, fsdp_grad(f, FSDP_ROOT), droot);
 
     forward(g, root, B, T);
     head(g, root, droot[WTE], scale);
@@ -425,15 +480,17 @@ static void micro_step(GPT *g, float scale) {
     fill_zero(g->ops, a->dresidual, (size_t)N * (size_t)C, dtype);
     layernorm_backward(g->ops, a->dresidual, droot[LNFW], droot[LNFB], a->dbranch, block_input(g, L), root[LNFW],
                        a->lnf_mean, a->lnf_rstd, N, C, dtype);
-    for (int l = L - 1; l >= 0; l--) {
-        fsdp_gather(f, block_unit(l)); // still there for the last blocks; under way for the others
-        const void *flat = fsdp_use(f, block_unit(l));
-        if (l >= ahead) fsdp_gather(f, block_unit(l - ahead)); // before reduce(l), or it would queue behind it
-        float *flat_grad = fsdp_grad(f, block_unit(l));
-        block_recompute(g, l, flat); // what --recompute did not keep
-        block_backward(g, l, flat, flat_grad);
-        fsdp_release(f, block_unit(l));
-        fsdp_reduce(f, block_unit(l)); // travels while l-1 computes
+    for (int u = U; u >= 1; u--) {
+        fsdp_gather(f, u); // still there for the last units; under way for the others
+        const void *flat = fsdp_use(f, u);
+        if (u > ahead) fsdp_gather(f, u - ahead); // before reduce(u), or it would queue behind it
+        float *flat_grad = fsdp_grad(f, u);
+        for (int l = first_block(g, u + 1) - 1; l >= first_block(g, u); l--) {
+            block_recompute(g, l, flat); // what --recompute did not keep
+            block_backward(g, l, flat, flat_grad);
+        }
+        fsdp_release(f, u);
+        fsdp_reduce(f, u); // travels while u-1 computes
     }
     embedding_backward(g->ops, droot[WTE], droot[WPE], a->inputs, a->dresidual, B, T, C, dtype);
     fsdp_release(f, FSDP_ROOT);
@@ -487,18 +544,16 @@ typedef struct {
     const char *bad_unit; // whose gradient is not finite; NULL: none
 } StepResult;
 
-// One update from the global batch whose first sequence is at position n of the loader (NULL: rehearsal). Micro-batch
-// number micro-step · ranks + rank is this rank's: so the leaves of the gradient's sum are numbered alike for every
-// number of ranks.
+// One update from the global batch whose first sequence is at position n of the loader (NULL: rehearsal).
 static StepResult train_step(GPT *g, const Loader *loader, int64_t n, int64_t step, AdamW settings) {
-    const int ranks = comm_size(g->comm), rank = comm_rank(g->comm), B = g->run.B;
-    const int batches = g->run.micro_steps * ranks; // at most MAX_MICRO_BATCHES
+    const int J = g->run.sharding.micro_steps, B = g->run.B;
+    const int batches = J * comm_size(g->comm); // at most MAX_MICRO_BATCHES
     const double targets = (double)batches * B * g->run.T;
     StepResult result = {0, 0, NULL};
     double late;
     if (loader) memset(g->sums, 0, (size_t)batches * sizeof(double));
-    for (int j = 0; j < g->run.micro_steps; j++) {
-        int batch = j * ranks + rank;
+    for (int j = 0; j < J; j++) {
+        int batch = fsdp_leaf(g->fsdp, j); // this rank's: so that sums are formed in one and the same order
         if (loader) batch_load(g, loader, n + (int64_t)batch * B);
         micro_step(g, (float)(1.0 / targets));
         if (loader) g->sums[batch] = losses_sum(g, &late);
@@ -510,6 +565,14 @@ static StepResult train_step(GPT *g, const Loader *loader, int64_t n, int64_t st
     if (!isfinite(result.loss) || !isfinite(result.norm)) return result; // before the update
     fsdp_update(g->fsdp, settings, step);
     return result;
+}
+
+// Tells every rank all ranks' times of the step that has just ended.
+static void times_agree(GPT *g, RankTimes own) {
+    comm_phase(g->comm, "exchange of the step's times");
+    comm_all_gather(g->comm, g->times, &own, sizeof own);
+    event_record(g->agreed, comm_stream(g->comm));
+    event_synchronize(g->agreed);
 }
 
 enum { SCHEDULE_COSINE, SCHEDULE_LINEAR, SCHEDULE_CONSTANT, SCHEDULE_WSD };
@@ -556,7 +619,7 @@ static Validation validate(GPT *g, const Loader *loader, int batches) {
     int64_t counts[2] = {0, 0};
     Validation result = {0, 0, 0};
     fsdp_gather(g->fsdp, FSDP_ROOT);
-    weights_of(g, FSDP_ROOT, fsdp_use(g->fsdp, FSDP_ROOT), root);
+    root_weights(g, fsdp_use(g->fsdp, FSDP_ROOT), root);
     for (int first = 0; first < batches; first += ranks) {
         int batch = first + rank;
         if (loader) {
@@ -648,7 +711,7 @@ static void logits_after(GPT *g, const int *tokens, int count) {
     }
     device_copy_in(g->device, a->inputs, g->host_inputs, (size_t)T * sizeof(int));
     fsdp_gather(g->fsdp, FSDP_ROOT);
-    weights_of(g, FSDP_ROOT, fsdp_use(g->fsdp, FSDP_ROOT), root);
+    root_weights(g, fsdp_use(g->fsdp, FSDP_ROOT), root);
     forward(g, root, 1, T);
     const char *x = (const char *)a->lnf + (size_t)(count - 1) * (size_t)C * dtype_size(dtype);
     unembed_forward(g->ops, a->logits, x, root[WTE], 1, C, Vp, dtype);
@@ -845,7 +908,7 @@ static void folder_write(GPT *g, const char *folder, SafetensorsType dtype) {
     char path[MAX_PATH];
     int n = 0;
     if (!entries) die(EXIT_CODE_FAILURE, NULL, "out of memory");
-    for (int u = 0; u <= g->config.L; u++)
+    for (int u = 0; u <= g->layers; u++)
         for (int t = 0; t < g->units[u].count; t++, n++) {
             FsdpTensor *tensor = &g->units[u].tensors[t];
             entries[n].name = tensor->name;
@@ -855,7 +918,7 @@ static void folder_write(GPT *g, const char *folder, SafetensorsType dtype) {
         }
     snprintf(path, sizeof path, "%s/model.safetensors", folder);
     if (writes) writer = safetensors_create(path, entries, count);
-    for (int u = 0; u <= g->config.L; u++)
+    for (int u = 0; u <= g->layers; u++)
         for (int t = 0; t < g->units[u].count; t++) {
             int64_t elements = fsdp_tensor_elements(&g->units[u].tensors[t]);
             for (int64_t first = 0; first < elements; first += EXPORT_PIECE) {
@@ -877,11 +940,11 @@ static void folder_write(GPT *g, const char *folder, SafetensorsType dtype) {
 enum { MAX_OPTIONS = 64 };
 
 typedef struct {
-    const char *train_data, *val_data, *output, *model, *tokenizer, *export_folder;
+    const char *train_data, *val_data, *output, *model, *tokenizer, *export_folder, *trace;
     int64_t vocab, B, T, total_batch, threads, steps, warmup, seed, shuffle, val_every, val_batches, sample_every,
-        ranks, prefetch;
+        ranks, prefetch, unit_blocks, shard_ranks;
     double lr, final_lr, decay, beta1, beta2, eps, clip, comm_timeout;
-    int schedule, precision, shard, reduction, recompute, comm, export_dtype;
+    int schedule, precision, reduce_dtype, shard, accumulate, reduction, recompute, comm, export_dtype;
     bool plan, help, version;
     Sampling sampling;
     Option options[MAX_OPTIONS];
@@ -967,10 +1030,19 @@ static void settings_table(Settings *s) {
     option_count(s, 0, "shuffle", &s->shuffle, 0, 1, "0|1 visit sequences in a random order, new each epoch (1)");
     option_choice(s, 0, "precision", &s->precision, "auto,fp32,bf16",
                   "TYPE of gathered parameters and activations: fp32, bf16 or auto (auto)");
-    option_choice(s, 'z', "shard", &s->shard, "full,3", "WHAT is sharded: full, alias 3 (full)");
+    option_choice(s, 0, "reduce-dtype", &s->reduce_dtype, "fp32,bf16",
+                  "TYPE each micro-batch's gradient is rounded to and travels in; sums are fp32 (fp32)");
+    option_choice(s, 'z', "shard", &s->shard, "full,grad,optimizer,none,3,2,1,0",
+                  "WHAT is sharded: full (3), grad (2), optimizer (1) or none (0) (full)");
+    option_count(s, 0, "shard-ranks", &s->shard_ranks, 1, 1e6,
+                 "F ranks that shard; groups of so many are replicas of each other (all ranks)");
+    option_choice(s, 0, "accumulate", &s->accumulate, "sharded,unsharded",
+                  "HOW micro-steps add up: sharded reduces each, unsharded keeps whole gradients (sharded)");
     option_choice(s, 0, "reduction", &s->reduction, "tree", "HOW gradients are summed: tree (tree)");
+    option_add(s, 0, "unit-blocks", OPTION_COUNT_AUTO, &s->unit_blocks, 1, 10000, NULL,
+               "K blocks gathered and reduced together, or auto (auto)");
     option_count(s, 0, "prefetch", &s->prefetch, 1, FSDP_MAX_PREFETCH,
-                 "K blocks gathered ahead of the one that computes (1)");
+                 "K units gathered ahead of the one that computes (1)");
     option_choice(s, 'r', "recompute", &s->recompute, "none,gelu,attention,block",
                   "WHAT backward computes again to save memory: none, gelu, attention or block (none)");
     option_choice(s, 0, "comm", &s->comm, "mpi", "LIBRARY that carries collectives: mpi (mpi)");
@@ -988,6 +1060,7 @@ static void settings_table(Settings *s) {
                  "N likeliest tokens that samples draw from, 0: all (0)");
     option_text(s, 0, "export", &s->export_folder, "DIR for config.json and model.safetensors at the end (none)");
     option_choice(s, 0, "export-dtype", &s->export_dtype, "fp32,bf16", "TYPE fp32 or bf16 (fp32)");
+    option_text(s, 0, "trace", &s->trace, "FILE timeline of all streams, for chrome://tracing or Perfetto (none)");
     option_flag(s, 0, "plan", &s->plan, "print memory and traffic per rank, and exit");
     option_count(s, 0, "ranks", &s->ranks, 1, 1e6, "N for --plan: as if there were N ranks");
     option_flag(s, 'h', "help", &s->help, "print this, and exit");
@@ -1104,7 +1177,11 @@ typedef struct {
     int val_batches;   // micro-batches of a validation, of all ranks together; 0: none
     int ranks;
     char cores[512];
+    char *hosts;    // (ranks, HOST_NAME)
+    double *sorted; // (ranks)
 } Run;
+
+enum { HOST_NAME = 64 };
 
 // A sample is written every so many steps, or, without training, because there is a prompt.
 static bool samples_wanted(const Settings *s) {
@@ -1169,10 +1246,34 @@ static void batch_check(Settings *s, int ranks) {
             (long long)s->total_batch, (long long)(s->total_batch / micro), (long long)micro, MAX_MICRO_BATCHES);
 }
 
+// Groups must come out even, too. Sets how many ranks shard.
+static void sharding_check(Settings *s, int ranks) {
+    s->shard %= 4; // the choices name each strategy twice
+    const bool none = s->shard == FSDP_NONE;
+    if (none && s->shard_ranks > 1)
+        die(EXIT_CODE_USAGE, "leave one of them out", "--shard none and --shard-ranks %lld contradict each other",
+            (long long)s->shard_ranks);
+    if (s->shard_ranks == 0) s->shard_ranks = none ? 1 : ranks;
+    if (ranks % s->shard_ranks != 0)
+        die(EXIT_CODE_USAGE, "give a divisor of the number of ranks", "--shard-ranks %lld does not divide %d ranks",
+            (long long)s->shard_ranks, ranks);
+}
+
+// Blocks that make a unit of which each of F ranks sends at least a million elements, since networks reach their
+// bandwidth with messages of some MB (Zhao et al., arXiv 2304.11277, figure 2b); but at least four units, so that there is
+// something to hide the traffic behind. A block has some 12·C² parameters.
+static int64_t unit_blocks_auto(const GPTConfig *config, int64_t F) {
+    const int64_t block = 12 * (int64_t)config->C * config->C, most = config->L / 4 > 1 ? config->L / 4 : 1;
+    int64_t wanted = (1000000 * F + block - 1) / block;
+    if (F == 1) return 1;
+    return wanted < most ? wanted : most;
+}
+
 // Sizes that depend on the number of ranks.
 static void run_size(Run *r) {
     Settings *s = &r->settings;
     batch_check(s, r->ranks);
+    sharding_check(s, r->ranks);
     r->sequences = s->total_batch / s->T;
     if (r->train && !options_given(s->options, s->option_count, "steps")) {
         s->steps = loader_sequences(r->train) / r->sequences;
@@ -1187,15 +1288,24 @@ static void run_size(Run *r) {
     bool bf16 = s->precision == PRECISION_BF16 || (s->precision == PRECISION_AUTO && ops_native_bf16());
     r->run.B = (int)s->B;
     r->run.T = (int)s->T;
-    r->run.micro_steps = (int)(s->total_batch / (s->B * s->T * r->ranks));
     r->run.sample_tokens =
         samples_wanted(s) ? (int)(s->sampling.tokens + (int64_t)strlen(s->sampling.prompt) + 1) : 0;
     r->run.threads = (int)s->threads;
     r->run.recompute = s->recompute;
-    r->run.prefetch = (int)s->prefetch;
     r->run.dtype = bf16 ? BF16 : F32;
+    FsdpOptions sharding = {r->run.dtype,
+                            s->reduce_dtype == 0 ? F32 : BF16,
+                            (int)(s->total_batch / (s->B * s->T * r->ranks)),
+                            (int)s->prefetch,
+                            s->shard,
+                            (int)s->shard_ranks,
+                            s->accumulate == 1};
+    r->run.sharding = sharding;
+    if (s->unit_blocks == 0) s->unit_blocks = unit_blocks_auto(&r->config, s->shard_ranks);
+    r->run.unit_blocks = (int)s->unit_blocks;
     r->run.clip = (float)s->clip;
     r->run.exporting = s->export_folder != NULL;
+    r->run.tracing = s->trace != NULL;
     Schedule schedule = {s->lr, s->final_lr, s->steps, s->warmup, s->schedule};
     r->schedule = schedule;
     s->sampling.seed = (uint64_t)s->seed;
@@ -1203,10 +1313,10 @@ static void run_size(Run *r) {
 
 // Everything a run will do, done once on a device that only counts: so its ledger is the plan. Returns the traffic of a
 // step.
-static CommTraffic rehearse(GPT *g) {
+static FsdpTraffic rehearse(GPT *g) {
     AdamW settings = {0, 0, 0, 0, 0, 0, 0};
     train_step(g, NULL, 0, 1, settings);
-    CommTraffic step = comm_traffic(g->comm);
+    FsdpTraffic step = fsdp_traffic(g->fsdp);
     validate(g, NULL, 1);
     for (int count = SAMPLE_ROUND; g->run.sample_tokens > 0; count += SAMPLE_ROUND) {
         logits_after(g, NULL, count < g->run.T ? count : g->run.T);
@@ -1218,16 +1328,16 @@ static CommTraffic rehearse(GPT *g) {
 static double mebibytes(double bytes) { return bytes / 1048576; }
 
 // What is planned for one rank.
-static void plan_say(Log *log, const Device *device, CommTraffic traffic, int ranks) {
+static void plan_say(Log *log, const Device *device, FsdpTraffic traffic, double flops, int ranks) {
     const Arena *arena;
     log_say(log, "memory per rank, of %d", ranks);
     for (int i = 0; (arena = device_arena(device, i)) != NULL; i++)
         log_say(log, "  %-18s %12.2f MiB %16zu bytes", arena->name, mebibytes((double)arena->bytes), arena->bytes);
     log_say(log, "  %-18s %12.2f MiB %16zu bytes", "all", mebibytes((double)device_bytes(device)),
             device_bytes(device));
-    if (ranks > 1)
-        log_say(log, "received per rank and step: gathered %.2f MiB, for reduction %.2f MiB",
-                mebibytes(traffic.gathered), mebibytes(traffic.reduced));
+    log_say(log, "received per rank and step: %.2f MiB gathered, %.2f MiB for reduction, %.2f MiB between replicas",
+            mebibytes(traffic.gathered), mebibytes(traffic.reduced), mebibytes(traffic.replicated));
+    log_say(log, "%.1f MFLOP per token", flops / 1e6);
 }
 
 // The initial value of any element depends on the seed and its place alone.
@@ -1265,22 +1375,31 @@ static double peak_measure(const GPTRun *run) {
     return best;
 }
 
-// What the ranks run on, one line each, on rank 0.
-static void cores_say(Run *r, Comm *comm, Device *device) {
-    enum { LINE = 256, MOST = 16 };
-    char own[LINE];
-    Event *told = event_create(device, "told");
-    char *all = (char *)calloc((size_t)r->ranks, LINE);
+// Every rank gets all ranks' texts of `size` bytes.
+static char *texts_gather(Comm *comm, Event *told, const char *text, size_t size) {
+    char *all = (char *)calloc((size_t)comm_size(comm), size);
     if (!all) die(EXIT_CODE_FAILURE, NULL, "out of memory");
-    snprintf(own, sizeof own, "%.60s, %.180s", comm_host(), r->cores);
     comm_phase(comm, "exchange of host names");
-    comm_all_gather(comm, all, own, LINE);
+    comm_all_gather(comm, all, text, size);
     event_record(told, comm_stream(comm));
     event_synchronize(told);
+    return all;
+}
+
+// What the ranks run on, one line each, on rank 0.
+static void cores_say(Run *r, Comm *comm, Device *device) {
+    enum { MOST = 16, CORES = sizeof r->cores };
+    char host[HOST_NAME];
+    Event *told = event_create(device, "told");
+    snprintf(host, sizeof host, "%s", comm_host());
+    r->hosts = texts_gather(comm, told, host, HOST_NAME);
+    r->sorted = (double *)calloc((size_t)r->ranks, sizeof(double));
+    if (!r->sorted) die(EXIT_CODE_FAILURE, NULL, "out of memory");
+    char *cores = texts_gather(comm, told, r->cores, CORES);
     for (int rank = 0; rank < r->ranks && rank < MOST; rank++)
-        log_say(r->log, "rank %d: %s", rank, all + (size_t)rank * LINE);
+        log_say(r->log, "rank %d: %s, %s", rank, r->hosts + (size_t)rank * HOST_NAME, cores + (size_t)rank * CORES);
     if (r->ranks > MOST) log_say(r->log, "… and %d more ranks", r->ranks - MOST);
-    free(all);
+    free(cores);
 }
 
 static void run_say(const Run *r, int64_t parameters) {
@@ -1301,14 +1420,14 @@ static void run_say(const Run *r, int64_t parameters) {
                 (long long)loader_targets(r->val), r->val_batches);
     if (s->steps > 0) log_say(r->log, "%lld steps", (long long)s->steps);
     log_say(r->log, "a step is %lld tokens: %d rank%s x %d micro-step%s x %d sequences of %d",
-            (long long)s->total_batch, r->ranks, r->ranks == 1 ? "" : "s", r->run.micro_steps,
-            r->run.micro_steps == 1 ? "" : "s", r->run.B, r->run.T);
+            (long long)s->total_batch, r->ranks, r->ranks == 1 ? "" : "s", r->run.sharding.micro_steps,
+            r->run.sharding.micro_steps == 1 ? "" : "s", r->run.B, r->run.T);
 }
 
 static void config_log(Run *r, int64_t parameters, size_t planned) {
     json_t *fields = options_json(r->settings.options, r->settings.option_count);
     json_object_set_new(fields, "ranks", json_integer(r->ranks));
-    json_object_set_new(fields, "micro_steps", json_integer(r->run.micro_steps));
+    json_object_set_new(fields, "micro_steps", json_integer(r->run.sharding.micro_steps));
     json_object_set_new(fields, "threads", json_integer(r->run.threads));
     json_object_set_new(fields, "precision", json_string(r->run.dtype == BF16 ? "bf16" : "fp32"));
     json_object_set_new(fields, "layers", json_integer(r->config.L));
@@ -1338,14 +1457,40 @@ static void run_evaluate(Run *r, GPT *g) {
     log_end(r->log, 0, "done");
 }
 
+static int compare_up(const void *a, const void *b) {
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+// Minimum, median and maximum over the ranks of one of their times, at `offset` of RankTimes.
+static void times_spread(const Run *r, const GPT *g, size_t offset, double three[3]) {
+    for (int i = 0; i < r->ranks; i++) memcpy(&r->sorted[i], (const char *)&g->times[i] + offset, sizeof(double));
+    qsort(r->sorted, (size_t)r->ranks, sizeof(double), compare_up);
+    three[0] = r->sorted[0];
+    three[1] = (r->sorted[(r->ranks - 1) / 2] + r->sorted[r->ranks / 2]) / 2;
+    three[2] = r->sorted[r->ranks - 1];
+}
+
+static void times_fill(const Run *r, const GPT *g, LogTrain *line) {
+    double waited[3];
+    times_spread(r, g, offsetof(RankTimes, own), line->rank_ms);
+    times_spread(r, g, offsetof(RankTimes, gather), line->gather_wait_ms);
+    times_spread(r, g, offsetof(RankTimes, waited), waited);
+    line->exposed_ms = waited[1];
+    for (int i = 1; i < r->ranks; i++)
+        if (g->times[i].own > g->times[line->slowest_rank].own) line->slowest_rank = i;
+    line->slowest_host = r->hosts + (size_t)line->slowest_rank * HOST_NAME;
+}
+
 // The training loop. Returns the exit code.
 static int run_train(Run *r, GPT *g, double peak) {
     const Settings *s = &r->settings;
-    const double model_flops = flops_per_token(r, parameters_count(g->units, r->config.L + 1));
+    const double model_flops = flops_per_token(r, parameters_count(g->units, g->layers + 1));
     const double begin = seconds();
     AdamW adam = {0, (float)s->beta1, (float)s->beta2, (float)s->eps, (float)s->decay, 0, 0};
     for (int64_t step = 1; step <= s->steps; step++) {
         double lr = schedule_lr(&r->schedule, step), start = seconds();
+        double waited = device_waited(g->device), gather = fsdp_gather_waited(g->fsdp);
         adam.lr = (float)lr;
         StepResult result = train_step(g, r->train, (step - 1) * r->sequences, step, adam);
         if (!isfinite(result.loss) || !isfinite(result.norm)) {
@@ -1357,6 +1502,10 @@ static int run_train(Run *r, GPT *g, double peak) {
             return EXIT_CODE_NONFINITE;
         }
         double now = seconds(), took = now - start;
+        waited = r->ranks > 1 ? device_waited(g->device) - waited : 0; // alone there is nobody to wait for
+        gather = fsdp_gather_waited(g->fsdp) - gather;
+        RankTimes times = {1e3 * (took - waited), 1e3 * gather, 1e3 * waited};
+        times_agree(g, times);
         LogTrain line = {step,
                          s->steps,
                          result.loss,
@@ -1366,7 +1515,13 @@ static int run_train(Run *r, GPT *g, double peak) {
                          1e3 * took,
                          (double)s->total_batch / took,
                          model_flops * (double)s->total_batch / took / (peak * r->ranks),
-                         (now - begin) / (double)step * (double)(s->steps - step)};
+                         (now - begin) / (double)step * (double)(s->steps - step),
+                         {0, 0, 0},
+                         {0, 0, 0},
+                         0,
+                         0,
+                         NULL};
+        times_fill(r, g, &line);
         log_train(r->log, &line);
         bool last = step == s->steps;
         if (r->val && (last || (s->val_every && step % s->val_every == 0))) validation_say(r, g, step);
@@ -1422,6 +1577,7 @@ static void run_open(Run *r, int argc, char **argv) {
     path_check("model", s->model);
     path_check("output", s->output);
     path_check("export", s->export_folder);
+    path_check("trace", s->trace);
     r->ranks = s->ranks ? (int)s->ranks : comm_world_size();
     int threads = (int)s->threads;
     device_cores(comm_local_rank(), comm_local_size(), comm_bound_on_purpose(), &threads, r->cores,
@@ -1430,11 +1586,12 @@ static void run_open(Run *r, int argc, char **argv) {
     run_read_data(r);
     run_size(r);
     if (r->folder && !s->plan) {
-        FsdpUnit *units = units_make(&r->config);
+        FsdpUnit *units = units_make(&r->config, 1);
         r->weights = folder_open(r->folder, units, r->config.L + 1);
         units_free(units, r->config.L + 1);
     }
     if (s->export_folder && !s->plan && comm_world_rank() == 0) export_claim(s->export_folder);
+    if (s->trace && !s->plan && comm_world_rank() == 0) trace_claim(s->trace);
     r->log = log_open(comm_world_rank() == 0, s->plan ? NULL : s->output);
     comm_others();
 }
@@ -1445,6 +1602,8 @@ static void run_close(Run *r) {
     if (r->tokenizer) tokenizer_close(r->tokenizer);
     if (r->weights) safetensors_close(r->weights);
     json_decref(r->card);
+    free(r->hosts);
+    free(r->sorted);
     log_close(r->log);
 }
 
@@ -1470,6 +1629,9 @@ static int run_go(Run *r, const Device *plan, int64_t parameters) {
     } else
         run_evaluate(r, g);
     memory_say(r, plan, device);
+    if (s->trace && trace_write(s->trace, device, comm) == TRACE_SPANS)
+        log_say(r->log, "the trace holds the first %d spans of each rank, which is not all of the run",
+                (int)TRACE_SPANS);
     if (code == EXIT_CODE_DONE && s->export_folder) {
         folder_write(g, s->export_folder, s->export_dtype == 0 ? SAFETENSORS_F32 : SAFETENSORS_BF16);
         log_say(r->log, "exported to %s, without tokenizer files: %s", s->export_folder,
@@ -1491,10 +1653,10 @@ int main(int argc, char **argv) {
     Device *plan = device_plan();
     Comm *planned = comm_plan(plan, 0, run.ranks);
     GPT *rehearsed = gpt_open(plan, planned, run.config, run.run);
-    int64_t parameters = parameters_count(rehearsed->units, run.config.L + 1);
-    CommTraffic traffic = rehearse(rehearsed);
+    int64_t parameters = parameters_count(rehearsed->units, rehearsed->layers + 1);
+    FsdpTraffic traffic = rehearse(rehearsed);
     run_say(&run, parameters);
-    plan_say(run.log, plan, traffic, run.ranks);
+    plan_say(run.log, plan, traffic, flops_per_token(&run, parameters), run.ranks);
     gpt_close(rehearsed);
     comm_close(planned);
 

@@ -3,6 +3,7 @@
 #
 #   dev/run_tests.sh [BUILD]...     of these builds (default: build); build/address-undefined and build/thread are those
 #                                   with sanitizers: the first with up to two ranks, the second for device and comm
+#   dev/run_tests.sh --grid         test_gpt's whole grid of options instead, on 1, 2, 3, 4 and 8 ranks
 #   VERBOSE=1                       a line for each, with the seconds it took
 #   TIMEOUT=N                       seconds that each may take (default: 300)
 set -u
@@ -68,10 +69,12 @@ counts() {
     done
 }
 
-# program NAME [RANKS]: a program of cmocka's; with more than one rank under mpirun, each with a log of its own. Passed is
-# what all ranks say has passed, failed what any says has failed.
+# program NAME [RANKS [ARGUMENT]...]: a program of cmocka's; with more than one rank under mpirun, each with a log of its
+# own. Passed is what all ranks say has passed, failed what any says has failed.
 program() {
-    local path=$build/$1 ranks=${2:-1} name=$build/$1 passed failed
+    local path=$build/$1 ranks=${2:-1} name="$build/$1" passed failed
+    shift $(($# < 2 ? $# : 2))
+    name+=${*:+ $*}
     ((ranks == 1)) || name+=", $ranks ranks"
     if [[ ! -x $path ]]; then
         rm -f "$logs"/*
@@ -79,8 +82,10 @@ program() {
         ended "$name" 127 0 1
         return
     fi
-    if ((ranks == 1)); then timed "$path"
-    else timed mpirun --oversubscribe -n "$ranks" sh -c 'exec "$0" >"$1.$OMPI_COMM_WORLD_RANK" 2>&1' "$path" "$log"
+    if ((ranks == 1)); then timed "$path" "$@"
+    else
+        timed mpirun --oversubscribe -n "$ranks" sh -c 'log=$1; shift; exec "$0" "$@" >"$log.$OMPI_COMM_WORLD_RANK" 2>&1' \
+            "$path" "$log" "$@"
     fi
     passed=$(counts PASSED | sort -n | head -n 1)
     failed=$(counts FAILED | sort -n | tail -n 1)
@@ -139,9 +144,14 @@ suite() {
     [[ $build == */thread* ]] || script dev/test_cli.sh
 }
 
-(($# > 0)) || set -- build
-for build in "$@"; do suite "$build"; done
-other_compilers
+if [[ ${1:-} == --grid ]]; then
+    build=build TIMEOUT=3000
+    for ranks in 1 2 3 4 8; do program test_gpt "$ranks" --grid; done
+else
+    (($# > 0)) || set -- build
+    for build in "$@"; do suite "$build"; done
+    other_compilers
+fi
 
 echo "$all_passed passed, $all_failed failed"
 ((all_failed == 0))

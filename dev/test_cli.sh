@@ -113,7 +113,7 @@ header() {
 }
 
 # What a run computed, without what a clock measured.
-computed() { grep -a -v '"event":"config"' "$1" | sed -E 's/"(ms|tokens_per_s|mfu)":[^,}]*,//g'; }
+computed() { grep -a -v '"event":"config"' "$1" | sed -E 's/"(ms|tokens_per_s|mfu)":[^,}]*,//g; s/,"exposed_ms":.*/}/'; }
 
 same_log() { diff <(computed "$1") <(computed "$2") >/dev/null; }
 
@@ -125,6 +125,13 @@ json_lines() {
         python3 -c 'import json, sys
 for line in open(sys.argv[1], encoding="utf-8"): assert isinstance(json.loads(line, parse_constant=lambda x: 1 / 0), dict)' "$1"
     else ! grep -avqE '^\{"[^{}]*\}$' "$1"
+    fi
+}
+
+# the file is one JSON value
+json_whole() {
+    if command -v python3 >/dev/null; then python3 -c 'import json, sys; json.load(open(sys.argv[1]))' "$1"
+    else [[ $(head -c 1 "$1")$(tail -c 2 "$1") == '{}' ]]
     fi
 }
 
@@ -195,6 +202,15 @@ refused 2 1 '--total-batch;expected' "${good[@]}" -d 9000000000M
 refused 2 1 '--micro-batch;--seq-len;expected' --plan -e 1x1x64 -b 50k -t 50k
 refused 2 '1 2' '--warmup 5;--steps 5;HINT' "${good[@]}" -x 5 -u 5
 refused 2 '1 2' '--ranks;--plan;mpirun' "${good[@]}" --ranks 8
+refused 2 '1 2' '--shard;half;full,grad,optimizer,none' "${good[@]}" --shard half
+refused 2 '2' '--shard-ranks 3;2 ranks;HINT' "${good[@]}" --shard-ranks 3
+refused 2 '2' '--shard none;--shard-ranks 2;HINT' "${good[@]}" -z 0 --shard-ranks 2
+refused 2 1 '--shard-ranks 3;8 ranks' --plan --ranks 8 --shard-ranks 3
+refused 2 1 '--unit-blocks;0;expected' "${good[@]}" --unit-blocks 0
+refused 2 1 '--unit-blocks;some;auto' "${good[@]}" --unit-blocks some
+refused 2 1 '--prefetch;17;1 to 16' "${good[@]}" --prefetch 17
+refused 2 1 '--reduce-dtype;fp16;fp32,bf16' "${good[@]}" --reduce-dtype fp16
+refused 1 '1 2' 'nowhere/trace.json;--trace' "${good[@]}" -x 1 --trace nowhere/trace.json
 refused 2 '1 2' 'klingon;bytes' "${good[@]}" -x 1 -s 1 --tokenizer klingon
 refused 2 1 '--sample-every;--tokenizer' -i plain.bin "${shard[@]}" -s 1
 
@@ -255,6 +271,29 @@ for precision in fp32 $bf16; do
     done
 done
 
+# Every strategy on four ranks, as two and two as well, and whatever else moves no number; the last two by leaves in bf16.
+done_well 1 "${eight[@]}" --precision fp32 --reduce-dtype bf16 -o eight-low
+for strategy in '-z grad' '-z 1 --accumulate unsharded' '-z none' '--shard-ranks 2 --recompute attention' \
+    '-z 2 --shard-ranks 2 --accumulate unsharded --prefetch 2' '--unit-blocks 2 --recompute block' \
+    '--reduce-dtype bf16' '-z optimizer --shard-ranks 2 --reduce-dtype bf16'; do
+    read -ra options <<<"$strategy"
+    name=eight${strategy// /}
+    expected=eight-fp32
+    [[ $strategy != *reduce* ]] || expected=eight-low
+    done_well 4 "${eight[@]}" --precision fp32 "${options[@]}" -o "$name"
+    check "$strategy: losses and norms to the last digit" same_log $expected/log.jsonl "$name/log.jsonl"
+done
+check 'leaves in bf16 are other numbers' test "$(value eight-low/log.jsonl train loss)" != "$(value eight-fp32/log.jsonl train loss)"
+
+x='-?[0-9.]+(e[-+][0-9]+)?' # a number
+# The timeline: every stream of every rank, units and phases by name.
+done_well 2 "${five[@]}" --precision fp32 --trace trace.json
+check 'the trace is JSON' json_whole trace.json
+for words in 'rank 0 on' 'rank 1 on' '"compute"' '"comm"' 'gather of h.0' 'reduction of h.1' 'forward h.1' 'backward h.0' head norm update; do
+    check "the trace has $words" grep -q -- "$words" trace.json
+done
+check 'what a rank waited is in the log' grep -qE '"exposed_ms":'$x',"rank_ms":\['$x,$x,$x'\],"gather_wait_ms":\['$x,$x,$x'\],"slowest_rank":[01],"slowest_host":"[^"]+"\}$' fp32-2-1/log.jsonl
+
 # A larger one takes no more beside the ledger.
 if [[ $TRAIN == "$root/train_gpt" ]]; then
     done_well 2 "${good[@]:0:2}" -e d6 -t 256 -b 1 -x 1
@@ -262,11 +301,10 @@ if [[ $TRAIN == "$root/train_gpt" ]]; then
 fi
 
 log=fp32-1/log.jsonl
-x='-?[0-9.]+(e[-+][0-9]+)?'
 check 'the log is lines of JSON' json_lines $log
 check 'the log begins with the configuration' grep -q '^{"event":"config",' <(head -n 1 $log)
 check 'the configuration is in the log' grep -q '"total-batch":256,.*"precision":"fp32"' $log
-check 'a line per step' test "$(grep -cE '^\{"event":"train","step":[1-5],"loss":'$x',"grad_norm":'$x',"lr":'$x',"tokens":[0-9]+,"ms":'$x',"tokens_per_s":'$x',"mfu":'$x',"skipped":false\}$' $log)" = 5
+check 'a line per step' test "$(grep -cE '^\{"event":"train","step":[1-5],"loss":'$x',"grad_norm":'$x',"lr":'$x',"tokens":[0-9]+,"ms":'$x',"tokens_per_s":'$x',"mfu":'$x',"skipped":false[,}]' $log)" = 5
 check 'steps in order, tokens counted' test "$(sed -nE 's/.*"step":([0-9]),.*"tokens":([0-9]+),"ms".*/\1:\2/p' $log | tr '\n' ' ')" = '1:256 2:512 3:768 4:1024 5:1280 '
 check 'the learning rate' test "$(sed -nE 's/.*"lr":([^,]*),.*/\1/p' $log | grep -v config | tail -n 5 | tr '\n' ' ')" = '0.0005 0.001 0.001 0.000775 0.000325 '
 check 'validation after the last step' test "$(grep -cE '^\{"event":"val","step":5,"loss":'$x',"tokens":'$(($(wc -c <good_val_000000.bin) / 2 - 513))'[,}]' $log)" = 1

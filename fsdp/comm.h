@@ -8,7 +8,7 @@
 // ranks skipped: ((0+1)+(2+3))+((4+5)+…). The order never depends on timing, and a power of two of ranks sums what a
 // single rank with the same leaves in the same tree would. It is built from an exchange of slices and a local sum.
 //
-// Opening, splitting and closing groups waits, and calls MPI itself: no group may have work under way then.
+// Opening and closing groups waits, and calls MPI itself: no group may have work under way then.
 //
 // A collective that takes longer than the timeout ends the job: the message names rank, host and what was being done.
 #ifndef FSDP_COMM_H
@@ -49,8 +49,9 @@ Comm *comm_world(Device *device, double timeout);
 // A group that only counts, for planning: rank `rank` of `ranks`.
 Comm *comm_plan(Device *device, int rank, int ranks);
 
-// The ranks that give the same color, ordered by rank; color < 0: none (returns NULL). Collective, and waits.
-Comm *comm_split(Comm *comm, int color);
+// The group of count ranks of comm that begins with rank `first` and goes on in steps of `stride`, on a stream of its own.
+// Called by its members alone, all of which take part, and waits.
+Comm *comm_group(Comm *comm, int first, int stride, int count);
 void comm_close(Comm *comm);
 
 int comm_rank(const Comm *comm), comm_size(const Comm *comm);
@@ -62,15 +63,17 @@ void comm_phase(Comm *comm, const char *phase);
 // all (ranks × bytes): every rank's slice (bytes) in rank order.
 void comm_all_gather(Comm *comm, void *all, const void *slice, size_t bytes);
 
-// Each rank's leaf holds a piece of count elements for every rank p, at p · stride. sum (count): the sum along the tree,
-// over all ranks, of the pieces for this one. exchange: ranks × count floats of scratch, into which the others' pieces
-// come. partials[0 … carries-1], if any, are then added as a binary counter carries:
-// sum = partials[carries-1] + ( … + (partials[0] + tree)). sum may be one of the partials.
+// Each rank's leaf, of dtype, holds a piece of count elements for every rank p, at p · stride. sum (count), in fp32: the
+// sum along the tree, over all ranks, of the pieces for this one. exchange: ranks × count elements of scratch, into which
+// the others' pieces come. partials[0 … carries-1], if any, are then added as a binary counter carries:
+// sum = partials[carries-1] + ( … + (partials[0] + tree)). sum may be one of the partials, or this rank's own piece of an
+// fp32 leaf.
 typedef struct {
     float *sum;
-    const float *leaf;
+    const void *leaf;
+    DType dtype;
     size_t count, stride;
-    float *exchange;
+    void *exchange;
     const float *partials[32];
     int carries;
 } CommReduce;

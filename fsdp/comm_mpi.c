@@ -15,7 +15,7 @@
 #include <time.h>   // clock_gettime, nanosleep
 #include <unistd.h> // gethostname
 
-enum { TAG_EXCHANGE = 1, UNIT_BYTES = 64 };
+enum { TAG_EXCHANGE = 1, TAG_GROUP, UNIT_BYTES = 64 };
 
 struct Comm {
     Device *device;
@@ -167,7 +167,7 @@ bool comm_bound_on_purpose(void) {
 // ---------------------------------------------------------------------------------------------------------------------
 // groups
 
-static Comm *comm_new(Device *device, int rank, int ranks, double timeout) {
+static Comm *comm_new(Device *device, const char *name, int rank, int ranks, double timeout) {
     Comm *comm = (Comm *)calloc(1, sizeof *comm);
     if (!comm) die(EXIT_CODE_FAILURE, NULL, "out of memory");
     comm->device = device;
@@ -175,16 +175,16 @@ static Comm *comm_new(Device *device, int rank, int ranks, double timeout) {
     comm->ranks = ranks;
     comm->timeout = timeout;
     comm->phase = "start";
-    comm->stream = stream_open(device, "comm");
+    comm->stream = stream_open(device, name);
     comm->done = event_create(device, "comm done");
     return comm;
 }
 
-static Comm *comm_over(Device *device, MPI_Comm mpi, double timeout) {
+static Comm *comm_over(Device *device, const char *name, MPI_Comm mpi, double timeout) {
     int rank, ranks;
     MPI_Comm_rank(mpi, &rank);
     MPI_Comm_size(mpi, &ranks);
-    Comm *comm = comm_new(device, rank, ranks, timeout);
+    Comm *comm = comm_new(device, name, rank, ranks, timeout);
     comm->mpi = mpi;
     comm->requests = (MPI_Request *)calloc(2 * (size_t)ranks, sizeof(MPI_Request));
     if (!comm->requests) die(EXIT_CODE_FAILURE, NULL, "out of memory");
@@ -194,12 +194,12 @@ static Comm *comm_over(Device *device, MPI_Comm mpi, double timeout) {
 Comm *comm_world(Device *device, double timeout) {
     MPI_Comm copy;
     MPI_Comm_dup(MPI_COMM_WORLD, &copy);
-    return comm_over(device, copy, timeout);
+    return comm_over(device, "comm", copy, timeout);
 }
 
 Comm *comm_plan(Device *device, int rank, int ranks) {
     assert(device_planning(device));
-    return comm_new(device, rank, ranks, 0);
+    return comm_new(device, "comm", rank, ranks, 0);
 }
 
 static void comm_await(Comm *comm) {
@@ -207,11 +207,21 @@ static void comm_await(Comm *comm) {
     event_synchronize(comm->done);
 }
 
-Comm *comm_split(Comm *comm, int color) {
+Comm *comm_group(Comm *comm, int first, int stride, int count) {
+    assert(comm->rank >= first && (comm->rank - first) % stride == 0 && (comm->rank - first) / stride < count);
+    const char *name = stride == 1 ? "comm, group" : "comm, across groups";
+    if (device_planning(comm->device))
+        return comm_new(comm->device, name, (comm->rank - first) / stride, count, comm->timeout);
+    int range[1][3] = {{first, first + (count - 1) * stride, stride}};
+    MPI_Group all, some;
     MPI_Comm part;
     comm_await(comm);
-    MPI_Comm_split(comm->mpi, color < 0 ? MPI_UNDEFINED : color, comm->rank, &part);
-    return part == MPI_COMM_NULL ? NULL : comm_over(comm->device, part, comm->timeout);
+    MPI_Comm_group(comm->mpi, &all);
+    MPI_Group_range_incl(all, 1, range, &some);
+    MPI_Comm_create_group(comm->mpi, some, TAG_GROUP, &part);
+    MPI_Group_free(&some);
+    MPI_Group_free(&all);
+    return comm_over(comm->device, name, part, comm->timeout);
 }
 
 void comm_close(Comm *comm) {
@@ -226,7 +236,11 @@ void comm_close(Comm *comm) {
 int comm_rank(const Comm *comm) { return comm->rank; }
 int comm_size(const Comm *comm) { return comm->ranks; }
 Stream *comm_stream(const Comm *comm) { return comm->stream; }
-void comm_phase(Comm *comm, const char *phase) { comm->phase = phase; }
+void comm_phase(Comm *comm, const char *phase) {
+    comm->phase = phase;
+    stream_label(comm->stream, phase);
+}
+
 CommTraffic comm_traffic(const Comm *comm) { return comm->traffic; }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -301,13 +315,29 @@ static void add_block(float *sum, const float *left, size_t count) {
     for (size_t i = 0; i < count; i++) sum[i] = left[i] + sum[i];
 }
 
+static const char *element(const void *array, size_t i, DType dtype) {
+    return (const char *)array + i * dtype_size(dtype);
+}
+
+// A block of rank r's leaf, as fp32.
+static void leaf_block(float *block, const CommReduce *reduce, int rank, int r, size_t first, size_t count) {
+    const char *leaf = r == rank ? element(reduce->leaf, (size_t)rank * reduce->stride + first, reduce->dtype)
+                                 : element(reduce->exchange, (size_t)r * reduce->count + first, reduce->dtype);
+    if (reduce->dtype == F32) {
+        memcpy(block, leaf, count * sizeof(float));
+        return;
+    }
+    for (size_t i = 0; i < count; i++) {
+        uint32_t bits = (uint32_t)((const uint16_t *)leaf)[i] << 16;
+        memcpy(&block[i], &bits, sizeof bits);
+    }
+}
+
 static void tree_sum_block(const CommReduce *reduce, int rank, int ranks, size_t first, size_t count) {
     float level[LEVELS][BLOCK], sum[BLOCK];
     for (int r = 0; r < ranks; r++) {
-        const float *leaf =
-            r == rank ? reduce->leaf + (size_t)rank * reduce->stride : reduce->exchange + (size_t)r * reduce->count;
         int l = 0;
-        memcpy(sum, leaf + first, count * sizeof(float));
+        leaf_block(sum, reduce, rank, r, first, count);
         for (; r >> l & 1; l++) add_block(sum, level[l], count);
         if (r + 1 < ranks)
             memcpy(level[l], sum, count * sizeof(float));
@@ -327,15 +357,16 @@ typedef struct {
 static void exchange_start(ReduceTask *task) {
     Comm *comm = task->task.comm;
     const CommReduce *reduce = &task->reduce;
-    bool units = reduce->count * sizeof(float) % UNIT_BYTES == 0;
-    MPI_Datatype type = units ? unit_type : MPI_FLOAT;
-    int count = (int)(units ? reduce->count * sizeof(float) / UNIT_BYTES : reduce->count), n = 0;
+    size_t bytes = reduce->count * dtype_size(reduce->dtype);
+    bool units = bytes % UNIT_BYTES == 0;
+    MPI_Datatype type = units ? unit_type : MPI_BYTE;
+    int count = (int)(units ? bytes / UNIT_BYTES : bytes), n = 0;
     for (int i = 1; i < comm->ranks; i++) {
         int from = (comm->rank + comm->ranks - i) % comm->ranks, to = (comm->rank + i) % comm->ranks;
-        MPI_Irecv(reduce->exchange + (size_t)from * reduce->count, count, type, from, TAG_EXCHANGE, comm->mpi,
+        MPI_Irecv((char *)reduce->exchange + (size_t)from * bytes, count, type, from, TAG_EXCHANGE, comm->mpi,
                   &comm->requests[n++]);
-        MPI_Isend(reduce->leaf + (size_t)to * reduce->stride, count, type, to, TAG_EXCHANGE, comm->mpi,
-                  &comm->requests[n++]);
+        MPI_Isend(element(reduce->leaf, (size_t)to * reduce->stride, reduce->dtype), count, type, to, TAG_EXCHANGE,
+                  comm->mpi, &comm->requests[n++]);
     }
     task->task.requests = n;
 }
@@ -354,7 +385,8 @@ static bool reduce_poll(void *argument) {
 
 void comm_reduce_scatter(Comm *comm, const CommReduce *reduce) {
     ReduceTask task = {.task = task_of(comm), .reduce = *reduce};
-    comm->traffic.reduced += (double)(comm->ranks - 1) * (double)reduce->count * sizeof(float);
+    comm->traffic.reduced += (double)(comm->ranks - 1) * (double)(reduce->count * dtype_size(reduce->dtype));
+    assert(reduce->count * dtype_size(reduce->dtype) < (size_t)UNIT_BYTES << 31);
     stream_submit(comm->stream, reduce_poll, &task, sizeof task);
 }
 

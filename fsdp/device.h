@@ -124,6 +124,26 @@ void stream_submit(Stream *stream, StreamTask task, const void *argument, size_t
 double device_waited(const Device *device);
 
 // ---------------------------------------------------------------------------------------------------------------------
+// timeline
+
+// What a stream did from begin to end, in seconds since the epoch. Names are kept by pointer.
+typedef struct {
+    const char *stream, *phase, *unit; // unit: NULL where phase says it all
+    double begin, end;                 // end 0: not over
+} Span;
+
+// From now on keeps the first `most` spans, in the arena "trace": tasks of streams under their label, what the main thread
+// waits for, and whatever is put between span_begin and span_end, which may be nested.
+void device_trace(Device *device, size_t most);
+size_t device_spans(const Device *device, const Span **spans); // once the streams are idle
+
+int64_t span_begin(Stream *stream, const char *phase, const char *unit);
+void span_end(Stream *stream, int64_t span);
+
+// The name of the tasks that are submitted from now on.
+void stream_label(Stream *stream, const char *label);
+
+// ---------------------------------------------------------------------------------------------------------------------
 // order
 
 // Memory that several streams touch, by its latest accesses. Zero is a fresh one.

@@ -38,12 +38,16 @@ typedef struct {
     StreamTask task;
     Event *event;
     uint64_t count; // the record to wait for, or to announce
+    const char *label;
+    bool begun; // a task's first call was made
+    int64_t span;
     _Alignas(16) char argument[STREAM_TASK_BYTES];
 } Entry;
 
 struct Stream {
     StreamOrder order;
     Device *device;
+    const char *label;     // of tasks to come
     Entry *ring;           // NULL for the compute stream
     _Atomic uint64_t head; // entries pushed
     _Atomic uint64_t tail; // entries done
@@ -66,6 +70,10 @@ struct Device {
     int stream_count;
     Event *events;
     double waited;
+    Span *spans; // NULL: no trace
+    size_t span_most;
+    _Atomic size_t span_count; // asked for; those beyond span_most are lost
+    double epoch;              // of the clock that now() reads
     pthread_t thread;
     bool threaded, quit;
     pthread_mutex_t mutex;
@@ -96,6 +104,7 @@ static Stream *stream_add(Device *device, const char *name) {
     Stream *stream = &device->streams[device->stream_count];
     stream->order = (StreamOrder){.name = name, .id = device->stream_count, .host = &device->host};
     stream->device = device;
+    stream->label = name;
     device->stream_count++;
     return stream;
 }
@@ -311,6 +320,39 @@ void device_cores(int local_rank, int local_ranks, bool keep, int *threads, char
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// timeline
+
+void device_trace(Device *device, size_t most) {
+    struct timespec time;
+    clock_gettime(CLOCK_REALTIME, &time);
+    device->epoch = (double)time.tv_sec + 1e-9 * (double)time.tv_nsec - now();
+    device->spans = (Span *)device_alloc(device, "trace", most * sizeof(Span));
+    device->span_most = device->planning ? 0 : most;
+}
+
+size_t device_spans(const Device *device, const Span **spans) {
+    size_t count = atomic_load(&device->span_count);
+    *spans = device->spans;
+    return count < device->span_most ? count : device->span_most;
+}
+
+int64_t span_begin(Stream *stream, const char *phase, const char *unit) {
+    Device *device = stream->device;
+    if (device->span_most == 0) return -1;
+    size_t number = atomic_fetch_add(&device->span_count, 1);
+    if (number >= device->span_most) return -1;
+    device->spans[number] =
+        (Span){.stream = stream->order.name, .phase = phase, .unit = unit, .begin = device->epoch + now()};
+    return (int64_t)number;
+}
+
+void span_end(Stream *stream, int64_t span) {
+    if (span >= 0) stream->device->spans[span].end = stream->device->epoch + now();
+}
+
+void stream_label(Stream *stream, const char *label) { stream->label = label; }
+
+// ---------------------------------------------------------------------------------------------------------------------
 // the streams' thread
 
 static void event_happen(Device *device, Event *event, uint64_t count) {
@@ -320,10 +362,19 @@ static void event_happen(Device *device, Event *event, uint64_t count) {
     pthread_mutex_unlock(&device->mutex);
 }
 
-static bool entry_done(Device *device, Entry *entry) {
+static bool task_done(Stream *stream, Entry *entry) {
+    if (!entry->begun) entry->span = span_begin(stream, entry->label, NULL);
+    entry->begun = true;
+    if (!entry->task(entry->argument)) return false;
+    span_end(stream, entry->span);
+    return true;
+}
+
+static bool entry_done(Stream *stream, Entry *entry) {
+    Device *device = stream->device;
     switch (entry->kind) {
     case ENTRY_TASK:
-        return entry->task(entry->argument);
+        return task_done(stream, entry);
     case ENTRY_WAIT:
         return atomic_load_explicit(&entry->event->happened, memory_order_acquire) >= entry->count;
     case ENTRY_RECORD:
@@ -338,7 +389,7 @@ static bool stream_advance(Stream *stream, bool *left) {
     bool progress = false;
     uint64_t tail = atomic_load_explicit(&stream->tail, memory_order_relaxed);
     while (tail < atomic_load_explicit(&stream->head, memory_order_acquire)) {
-        if (!entry_done(stream->device, &stream->ring[tail % RING])) {
+        if (!entry_done(stream, &stream->ring[tail % RING])) {
             *left = true;
             break;
         }
@@ -407,6 +458,8 @@ void stream_submit(Stream *stream, StreamTask task, const void *argument, size_t
     Entry *entry = entry_begin(stream);
     entry->kind = ENTRY_TASK;
     entry->task = task;
+    entry->label = stream->label;
+    entry->begun = false;
     memcpy(entry->argument, argument, bytes);
     entry_push(stream);
 }
@@ -445,10 +498,12 @@ static void event_await(Event *event) {
     Device *device = event->device;
     if (atomic_load_explicit(&event->happened, memory_order_acquire) >= event->recorded) return;
     double begin = now();
+    int64_t span = span_begin(device_compute(device), "wait", event->name);
     pthread_mutex_lock(&device->mutex);
     while (atomic_load_explicit(&event->happened, memory_order_acquire) < event->recorded)
         pthread_cond_wait(&device->happened, &device->mutex);
     pthread_mutex_unlock(&device->mutex);
+    span_end(device_compute(device), span);
     device->waited += now() - begin;
 }
 

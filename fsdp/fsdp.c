@@ -8,6 +8,14 @@
 
 enum { GRAD_SLOTS = 2, MAX_PARTIALS = 31 };
 
+// What a strategy comes to: all that the rest of this file asks.
+typedef struct {
+    int ranks;        // F: of a group that shards
+    int replicas;     // groups
+    bool keep_params; // every unit has its own place and stays gathered until the update
+    bool keep_grads;  // gradients are whole until the last micro-step
+} Strategy;
+
 // Where a gathered unit lies.
 typedef struct {
     void *memory;
@@ -23,44 +31,53 @@ typedef struct {
 typedef struct {
     float *memory;
     int unit; // -1: none
-    int last; // the unit it held last, -1: none
-    Event *filled, *reduced;
+    Event *reduced;
     Shared shared;
 } GradSlot;
 
 // What fsdp adds to a unit.
 typedef struct {
-    size_t size, slice; // elements; size = ranks · slice
-    size_t first;       // of the rank's slice within the arrays over all units
-    int reduced;        // micro-steps reduced so far in this step
-    char gather_phase[48], reduce_phase[48], fetch_phase[48];
+    size_t size, slice;            // elements; size = F · slice
+    float *master, *m, *v;         // (slice)
+    void *params;                  // (slice) of dtype: what travels; in fp32 the master itself
+    float *whole;                  // (size) the gradient, when gradients are kept; else NULL
+    float *grad;                   // (slice) the reduced gradient; within whole, if there is one
+    float *partials[MAX_PARTIALS]; // (size or slice, as the gradient)
+    Shared grads;                  // whole or grad, and the partial sums
+    bool open;                     // its gradient is being written
+    int reduced;                   // micro-steps reduced so far in this step
+    char gather_phase[48], reduce_phase[48], fetch_phase[48], replicate_phase[64];
 } Place;
 
 struct Fsdp {
     Device *device;
     Ops *ops;
-    Comm *comm;
+    Comm *world, *group, *replicas; // group: world when F is W; replicas: NULL when there is one
     FsdpUnit *units;
     Place *places;
-    int count, rank, ranks;
+    int count, rank, ranks; // of the group
     FsdpOptions options;
+    Strategy strategy;
     size_t elements, slice_elements; // of all units
-
-    float *master, *m, *v, *grad; // (slice_elements) each
-    void *low;                    // (slice_elements) bf16, or NULL
-    float *partials[MAX_PARTIALS];
     int partial_count;
-    float *exchange; // ranks · exchange_count
-    size_t exchange_count;
 
-    Slot *slots; // slot 0 is the root's; with one rank slot u is unit u's
+    void *exchange; // ranks · exchange_count of reduce_dtype, or of fp32 for gradients that were kept
+    size_t exchange_count;
+    float *replica_exchange; // replicas · replica_count
+    size_t replica_count;
+
+    Slot *slots; // slot 0 is the root's; slot u is unit u's when parameters are kept
     int slot_count;
     GradSlot grad_slots[1 + GRAD_SLOTS]; // number 0 is the root's
     int next_grad_slot;
     uint64_t version, clock;
-    Event *updated; // the parameters' slices were written
-    Shared params, grads, agreement;
+    Event *updated;    // the parameters' slices were written
+    Event *filled;     // the latest gradient was
+    Event *reduced;    // all reductions so far are done
+    Event *replicated; // those between replicas
+    Shared params, agreement;
     bool normed; // fsdp_norm has prepared the update
+    double gather_waited;
 
     uint32_t *bits; // (count) largest magnitude of each unit's gradient, then [count] of all
     int64_t *sums;  // (2)
@@ -80,65 +97,87 @@ int64_t fsdp_tensor_elements(const FsdpTensor *tensor) {
 
 size_t fsdp_elements(const Fsdp *f) { return f->elements; }
 size_t fsdp_slice_elements(const Fsdp *f) { return f->slice_elements; }
+double fsdp_gather_waited(const Fsdp *f) { return f->gather_waited; }
+
+FsdpTraffic fsdp_traffic(const Fsdp *f) {
+    CommTraffic group = comm_traffic(f->group);
+    FsdpTraffic traffic = {group.gathered, group.reduced, 0};
+    if (f->replicas) {
+        CommTraffic between = comm_traffic(f->replicas);
+        traffic.replicated = between.gathered + between.reduced;
+    }
+    return traffic;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// strategies
+
+static Strategy strategy_of(const FsdpOptions *options, int world) {
+    int ranks = options->shard == FSDP_NONE ? 1 : options->shard_ranks ? options->shard_ranks : world;
+    bool late = options->shard >= FSDP_OPTIMIZER || options->unsharded;
+    Strategy strategy = {.ranks = ranks,
+                         .replicas = world / ranks,
+                         .keep_params = options->shard != FSDP_FULL || ranks == 1,
+                         .keep_grads = (late && options->micro_steps > 1) || ranks == 1};
+    assert(world % ranks == 0);
+    return strategy;
+}
+
+// Sums that are formed first must be subtrees: over the group and then over micro-steps, or, where a rank adds up its own
+// gradients first, the other way round; over replicas last.
+int fsdp_leaf(const Fsdp *f, int j) {
+    const int J = f->options.micro_steps, rank = comm_rank(f->world), F = f->ranks;
+    if (f->strategy.keep_grads) return rank * J + j;
+    return (rank / F * J + j) * F + rank % F;
+}
+
+static bool unit_kept(const Fsdp *f, int unit) { return unit == FSDP_ROOT || f->strategy.keep_params; }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // layout and memory
 
+// A slice is also cut evenly between replicas.
 static void units_lay_out(Fsdp *f) {
     for (int u = 0; u < f->count; u++) {
         Place *place = &f->places[u];
+        const char *name = f->units[u].name;
         size_t offset = 0;
         for (int t = 0; t < f->units[u].count; t++) {
             f->units[u].tensors[t].offset = offset;
             offset += round_up((size_t)f->units[u].tensors[t].stored, FSDP_ALIGN);
         }
-        place->slice = round_up((offset + (size_t)f->ranks - 1) / (size_t)f->ranks, FSDP_ALIGN);
+        place->slice =
+            round_up((offset + (size_t)f->ranks - 1) / (size_t)f->ranks, FSDP_ALIGN * (size_t)f->strategy.replicas);
         place->size = place->slice * (size_t)f->ranks;
-        place->first = f->slice_elements;
+        place->grads.name = "gradient";
         f->slice_elements += place->slice;
         f->elements += place->size;
-        snprintf(place->gather_phase, sizeof place->gather_phase, "gather of %s", f->units[u].name);
-        snprintf(place->fetch_phase, sizeof place->fetch_phase, "fetch from %s", f->units[u].name);
-        snprintf(place->reduce_phase, sizeof place->reduce_phase, "reduction of %s", f->units[u].name);
+        snprintf(place->gather_phase, sizeof place->gather_phase, "gather of %s", name);
+        snprintf(place->fetch_phase, sizeof place->fetch_phase, "fetch from %s", name);
+        snprintf(place->reduce_phase, sizeof place->reduce_phase, "reduction of %s", name);
+        snprintf(place->replicate_phase, sizeof place->replicate_phase, "reduction of %s between replicas", name);
     }
 }
 
-// The largest layer's elements: of the whole, or of a slice.
+// The largest layer's elements: of the whole, or of a slice. Without layers, the root's.
 static size_t largest_layer(const Fsdp *f, bool slice) {
     size_t most = 0;
-    for (int u = 1; u < f->count; u++) {
+    for (int u = f->count > 1 ? 1 : FSDP_ROOT; u < f->count; u++) {
         size_t n = slice ? f->places[u].slice : f->places[u].size;
         if (n > most) most = n;
     }
     return most;
 }
 
-static void slices_take(Fsdp *f) {
-    size_t n = f->slice_elements;
-    f->master = (float *)device_alloc(f->device, "master", n * sizeof(float));
-    f->m = (float *)device_alloc(f->device, "moments", n * sizeof(float));
-    f->v = (float *)device_alloc(f->device, "moments", n * sizeof(float));
-    f->grad = (float *)device_alloc(f->device, "gradient", n * sizeof(float));
-    if (f->options.dtype == BF16) f->low = device_alloc(f->device, "bf16 slices", n * dtype_size(BF16));
-    while (1 << f->partial_count < f->options.micro_steps) {
-        assert(f->partial_count < MAX_PARTIALS);
-        f->partials[f->partial_count++] = (float *)device_alloc(f->device, "partial sums", n * sizeof(float));
-    }
-    f->exchange_count = f->count > 1 ? largest_layer(f, true) : f->places[FSDP_ROOT].slice;
-    if (f->ranks > 1)
-        f->exchange =
-            (float *)device_alloc(f->device, "exchange", f->exchange_count * (size_t)f->ranks * sizeof(float));
+static float *take_floats(const Fsdp *f, const char *arena, size_t n) {
+    return (float *)device_alloc(f->device, arena, n * sizeof(float));
 }
 
-static void *slice_params(const Fsdp *f, int unit) {
-    size_t first = f->places[unit].first;
-    return f->low ? (void *)((uint16_t *)f->low + first) : (void *)(f->master + first);
-}
-
+// Places for gathered units: one for each that stays gathered, prefetch+1 for all others.
 static void slots_take(Fsdp *f) {
-    bool in_place = f->ranks == 1;
-    size_t size = dtype_size(f->options.dtype);
-    f->slot_count = in_place ? f->count : 1 + f->options.prefetch + 1;
+    const int layers = f->count - 1, ahead = f->options.prefetch + 1;
+    const size_t size = dtype_size(f->options.dtype);
+    f->slot_count = 1 + (f->strategy.keep_params || ahead > layers ? layers : ahead);
     f->slots = (Slot *)calloc((size_t)f->slot_count, sizeof(Slot));
     if (!f->slots) die(EXIT_CODE_FAILURE, NULL, "out of memory");
     for (int s = 0; s < f->slot_count; s++) {
@@ -147,58 +186,103 @@ static void slots_take(Fsdp *f) {
         slot->gathered = event_create(f->device, "gathered");
         slot->released = event_create(f->device, "released");
         slot->shared.name = s == FSDP_ROOT ? "root" : "slot";
-        if (in_place)
-            slot->memory = slice_params(f, s);
-        else if (s == FSDP_ROOT)
-            slot->memory = device_alloc(f->device, "root", f->places[FSDP_ROOT].size * size);
+        if (unit_kept(f, s))
+            slot->memory =
+                device_alloc(f->device, f->strategy.keep_params ? "parameters" : "root", f->places[s].size * size);
         else
             slot->memory = device_alloc(f->device, "slots", largest_layer(f, false) * size);
     }
-    for (int s = 0; s < 1 + GRAD_SLOTS; s++) {
-        GradSlot *slot = &f->grad_slots[s];
-        size_t n = s == FSDP_ROOT ? f->places[FSDP_ROOT].size : largest_layer(f, false);
-        slot->unit = slot->last = -1;
-        slot->filled = event_create(f->device, "filled");
-        slot->reduced = event_create(f->device, "reduced");
-        slot->shared.name = s == FSDP_ROOT ? "root gradient" : "gradient slot";
-        slot->memory = (float *)device_alloc(f->device, s == FSDP_ROOT ? "root gradient" : "gradient slots",
-                                             n * sizeof(float));
+}
+
+// The rank's own: of parameters, moments and gradients.
+static void slices_take(Fsdp *f) {
+    const size_t size = dtype_size(f->options.dtype);
+    const bool low = f->options.dtype == BF16;
+    while (1 << f->partial_count < f->options.micro_steps) f->partial_count++;
+    assert(f->partial_count <= MAX_PARTIALS);
+    for (int u = 0; u < f->count; u++) {
+        Place *place = &f->places[u];
+        size_t n = place->slice, sums = f->strategy.keep_grads ? place->size : n;
+        if (unit_kept(f, u))
+            place->params = (char *)f->slots[u].memory + (size_t)f->rank * n * size;
+        else if (low)
+            place->params = device_alloc(f->device, "bf16 slices", n * size);
+        place->master = place->params && !low ? (float *)place->params : take_floats(f, "master", n);
+        if (!place->params) place->params = place->master;
+        place->m = take_floats(f, "moments", n);
+        place->v = take_floats(f, "moments", n);
+        if (f->strategy.keep_grads) place->whole = take_floats(f, "gradient", sums);
+        place->grad = place->whole ? place->whole + (size_t)f->rank * n : take_floats(f, "gradient", n);
+        for (int p = 0; p < f->partial_count; p++) place->partials[p] = take_floats(f, "partial sums", sums);
     }
 }
 
-Fsdp *fsdp_open(Device *device, Ops *ops, Comm *comm, FsdpUnit *units, int count, FsdpOptions options) {
+// Places for gradients on their way, and what comes in from other ranks.
+static void exchanges_take(Fsdp *f) {
+    const DType leaf = f->strategy.keep_grads ? F32 : f->options.reduce_dtype;
+    const size_t replicas = (size_t)f->strategy.replicas;
+    for (int s = 0; s < 1 + GRAD_SLOTS && !f->strategy.keep_grads; s++) {
+        GradSlot *slot = &f->grad_slots[s];
+        slot->unit = -1;
+        slot->reduced = event_create(f->device, "slot reduced");
+        slot->shared.name = s == FSDP_ROOT ? "root gradient" : "gradient slot";
+        slot->memory = take_floats(f, s == FSDP_ROOT ? "root gradient" : "gradient slots",
+                                   s == FSDP_ROOT ? f->places[FSDP_ROOT].size : largest_layer(f, false));
+    }
+    f->exchange_count = largest_layer(f, true);
+    f->replica_count = f->exchange_count / replicas;
+    if (f->ranks > 1)
+        f->exchange = device_alloc(f->device, "exchange", (size_t)f->ranks * f->exchange_count * dtype_size(leaf));
+    if (replicas > 1) f->replica_exchange = take_floats(f, "exchange", replicas * f->replica_count);
+}
+
+// Groups of consecutive ranks, and, across them, those that own the same slices.
+static void groups_open(Fsdp *f, Comm *world) {
+    const int rank = comm_rank(world), F = f->strategy.ranks;
+    f->world = world;
+    f->group = f->strategy.replicas == 1 ? world : comm_group(world, rank / F * F, 1, F);
+    if (f->strategy.replicas > 1) f->replicas = comm_group(world, rank % F, F, f->strategy.replicas);
+    f->rank = comm_rank(f->group);
+    f->ranks = comm_size(f->group);
+}
+
+Fsdp *fsdp_open(Device *device, Ops *ops, Comm *world, FsdpUnit *units, int count, FsdpOptions options) {
     Fsdp *f = (Fsdp *)calloc(1, sizeof *f);
     Place *places = (Place *)calloc((size_t)count, sizeof *places);
     if (!f || !places) die(EXIT_CODE_FAILURE, NULL, "out of memory");
     assert(options.prefetch >= 1 && options.prefetch <= FSDP_MAX_PREFETCH && options.micro_steps >= 1);
     f->device = device;
     f->ops = ops;
-    f->comm = comm;
     f->units = units;
     f->places = places;
     f->count = count;
     f->options = options;
-    f->rank = comm_rank(comm);
-    f->ranks = comm_size(comm);
+    f->strategy = strategy_of(&options, comm_size(world));
     f->version = 1;
     f->next_grad_slot = 1;
     f->params.name = "parameter slices";
-    f->grads.name = "gradient slices";
     f->agreement.name = "parts of the norm";
+    groups_open(f, world);
     units_lay_out(f);
-    slices_take(f);
     slots_take(f);
+    slices_take(f);
+    exchanges_take(f);
     f->updated = event_create(device, "updated");
+    f->filled = event_create(device, "filled");
+    f->reduced = event_create(device, "reduced");
+    f->replicated = event_create(device, "replicated");
     f->computed = event_create(device, "computed");
     f->agreed = event_create(device, "agreed");
     f->bits = (uint32_t *)device_alloc(device, "workspace, small", ((size_t)count + 1) * sizeof(uint32_t));
     f->sums = (int64_t *)device_alloc(device, "workspace, small", 2 * sizeof(int64_t));
-    f->scale = (float *)device_alloc(device, "workspace, small", sizeof(float));
-    f->norm = (float *)device_alloc(device, "workspace, small", sizeof(float));
+    f->scale = take_floats(f, "workspace, small", 1);
+    f->norm = take_floats(f, "workspace, small", 1);
     return f;
 }
 
 void fsdp_close(Fsdp *f) {
+    if (f->group != f->world) comm_close(f->group);
+    if (f->replicas) comm_close(f->replicas);
     free(f->slots);
     free(f->places);
     free(f);
@@ -235,16 +319,17 @@ void fsdp_fill(Fsdp *f, FsdpSource source, void *context) {
             Piece piece = piece_of(f, u, tensor, (size_t)fsdp_tensor_elements(tensor), f->rank);
             if (piece.count == 0) continue;
             source(context, tensor, (int64_t)piece.in_tensor, (int64_t)piece.count,
-                   f->master + f->places[u].first + piece.in_slice);
+                   f->places[u].master + piece.in_slice);
         }
-    if (f->low) cast_from_f32(f->ops, f->low, f->master, f->slice_elements, BF16);
+    for (int u = 0; u < f->count && f->options.dtype == BF16; u++)
+        cast_from_f32(f->ops, f->places[u].params, f->places[u].master, f->places[u].slice, BF16);
     params_changed(f);
 }
 
 // Every rank gets a range of a tensor from the slices that hold it: each owner broadcasts its piece.
-static void fetch(Fsdp *f, const float *slices, int unit, int t, int64_t first, int64_t count, float *out) {
-    Stream *stream = comm_stream(f->comm);
-    comm_phase(f->comm, f->places[unit].fetch_phase);
+static void fetch(Fsdp *f, const float *slice, int unit, int t, int64_t first, int64_t count, float *out) {
+    Stream *stream = comm_stream(f->group);
+    comm_phase(f->group, f->places[unit].fetch_phase);
     for (int rank = 0; rank < f->ranks; rank++) {
         Piece piece = piece_of(f, unit, &f->units[unit].tensors[t], (size_t)(first + count), rank);
         size_t skipped = piece.in_tensor < (size_t)first ? (size_t)first - piece.in_tensor : 0;
@@ -252,22 +337,22 @@ static void fetch(Fsdp *f, const float *slices, int unit, int t, int64_t first, 
         float *place = out + (piece.in_tensor + skipped - (size_t)first);
         size_t n = piece.count - skipped;
         if (rank == f->rank && !device_planning(f->device))
-            memcpy(place, slices + f->places[unit].first + piece.in_slice + skipped, n * sizeof(float));
-        comm_broadcast(f->comm, place, n * sizeof(float), rank);
+            memcpy(place, slice + piece.in_slice + skipped, n * sizeof(float));
+        comm_broadcast(f->group, place, n * sizeof(float), rank);
     }
     event_record(f->agreed, stream);
     event_synchronize(f->agreed);
 }
 
 void fsdp_fetch(Fsdp *f, int unit, int t, int64_t first, int64_t count, float *out) {
-    stream_wait(comm_stream(f->comm), f->updated);
-    stream_reads(comm_stream(f->comm), &f->params, "fsdp_fetch");
-    fetch(f, f->master, unit, t, first, count, out);
+    stream_wait(comm_stream(f->group), f->updated);
+    stream_reads(comm_stream(f->group), &f->params, "fsdp_fetch");
+    fetch(f, f->places[unit].master, unit, t, first, count, out);
 }
 
 void fsdp_fetch_grad(Fsdp *f, int unit, int t, int64_t first, int64_t count, float *out) {
-    stream_reads(comm_stream(f->comm), &f->grads, "fsdp_fetch_grad");
-    fetch(f, f->grad, unit, t, first, count, out);
+    stream_reads(comm_stream(f->group), &f->places[unit].grads, "fsdp_fetch_grad");
+    fetch(f, f->places[unit].grad, unit, t, first, count, out);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -281,7 +366,7 @@ static Slot *slot_holding(Fsdp *f, int unit) {
 
 // The slot for a unit that is in none.
 static Slot *slot_for(Fsdp *f, int unit) {
-    if (f->ranks == 1 || unit == FSDP_ROOT) return &f->slots[unit];
+    if (unit_kept(f, unit)) return &f->slots[unit];
     Slot *best = NULL;
     for (int s = 1; s < f->slot_count; s++) {
         Slot *slot = &f->slots[s];
@@ -304,13 +389,13 @@ void fsdp_gather(Fsdp *f, int unit) {
     slot->state = SLOT_GATHERED;
     if (f->ranks == 1) return;
     const Place *place = &f->places[unit];
-    Stream *stream = comm_stream(f->comm);
+    Stream *stream = comm_stream(f->group);
     stream_wait(stream, slot->released);
     stream_wait(stream, f->updated);
     stream_reads(stream, &f->params, "fsdp_gather");
     stream_writes(stream, &slot->shared, "fsdp_gather");
-    comm_phase(f->comm, place->gather_phase);
-    comm_all_gather(f->comm, slot->memory, slice_params(f, unit), place->slice * dtype_size(f->options.dtype));
+    comm_phase(f->group, place->gather_phase);
+    comm_all_gather(f->group, slot->memory, place->params, place->slice * dtype_size(f->options.dtype));
     event_record(slot->gathered, stream);
 }
 
@@ -319,8 +404,10 @@ const void *fsdp_use(Fsdp *f, int unit) {
     if (!slot || slot->state == SLOT_FREE) refuse(f, unit, "is used before it is gathered");
     if (slot->state == SLOT_USED) refuse(f, unit, "is used again before it is released");
     Stream *compute = device_compute(f->device);
+    double waited = device_waited(f->device);
     slot->state = SLOT_USED;
     stream_wait(compute, slot->gathered);
+    f->gather_waited += device_waited(f->device) - waited;
     stream_reads(compute, &slot->shared, "fsdp_use");
     return slot->memory;
 }
@@ -336,18 +423,17 @@ void fsdp_release(Fsdp *f, int unit) {
 // ---------------------------------------------------------------------------------------------------------------------
 // gradients
 
-static bool same_layout(const FsdpUnit *a, const FsdpUnit *b) {
-    if (a->count != b->count) return false;
-    for (int t = 0; t < a->count; t++)
-        if (a->tensors[t].stored != b->tensors[t].stored) return false;
-    return true;
+// Layers write their tensors and nothing between and after them. That must be 0, whatever the slot held before.
+static void gaps_clear(const Fsdp *f, int unit, float *memory) {
+    const FsdpUnit *u = &f->units[unit];
+    for (int t = 0; t < u->count; t++) {
+        size_t end = u->tensors[t].offset + (size_t)u->tensors[t].stored;
+        size_t next = t + 1 < u->count ? u->tensors[t + 1].offset : f->places[unit].size;
+        if (next > end) fill_zero(f->ops, memory + end, next - end, F32);
+    }
 }
 
-// Layers write their tensors and nothing between and after them. That must be 0, and is, unless the slot held a unit of
-// another layout before.
-float *fsdp_grad(Fsdp *f, int unit) {
-    for (int s = 0; s < 1 + GRAD_SLOTS; s++)
-        if (f->grad_slots[s].unit == unit) refuse(f, unit, "asks for a gradient slot while it holds one");
+static float *grad_slot_take(Fsdp *f, int unit) {
     int number = FSDP_ROOT;
     if (unit != FSDP_ROOT) {
         number = f->next_grad_slot;
@@ -360,50 +446,124 @@ float *fsdp_grad(Fsdp *f, int unit) {
     slot->unit = unit;
     stream_wait(device_compute(f->device), slot->reduced);
     stream_writes(device_compute(f->device), &slot->shared, "fsdp_grad");
-    if (slot->last >= 0 && !same_layout(&f->units[slot->last], &f->units[unit]))
-        fill_zero(f->ops, slot->memory, f->places[unit].size, F32);
-    slot->last = unit;
+    gaps_clear(f, unit, slot->memory);
     return slot->memory;
 }
 
-// How micro-step j of J is added: all partial sums it joins, and where the result goes. Like adding one to a binary
+// How micro-step j of J is added: which partial sums it joins, and where the result goes. Like adding one to a binary
 // counter; the last micro-step joins everything into the gradient.
-static void counter_step(Fsdp *f, size_t first, int j, CommReduce *reduce) {
+typedef struct {
+    float *sum;
+    const float *partials[MAX_PARTIALS];
+    int carries;
+} CounterStep;
+
+static CounterStep counter_step(const Fsdp *f, const Place *place) {
+    CounterStep step = {.carries = 0};
+    const int j = place->reduced;
     bool last = j + 1 == f->options.micro_steps;
     int bit = 0;
     for (; j >> bit && (last || j >> bit & 1); bit++)
-        if (j >> bit & 1) reduce->partials[reduce->carries++] = f->partials[bit] + first;
-    reduce->sum = (last ? f->grad : f->partials[bit]) + first;
+        if (j >> bit & 1) step.partials[step.carries++] = place->partials[bit];
+    step.sum = last ? (place->whole ? place->whole : place->grad) : place->partials[bit];
+    return step;
 }
 
-// In pieces of at most a layer's slice, so that the root needs no larger exchange than a layer.
-void fsdp_reduce(Fsdp *f, int unit) {
+// A gradient that is kept is written where its sum will be.
+float *fsdp_grad(Fsdp *f, int unit) {
     Place *place = &f->places[unit];
-    GradSlot *slot = NULL;
-    for (int s = 0; s < 1 + GRAD_SLOTS; s++)
-        if (f->grad_slots[s].unit == unit) slot = &f->grad_slots[s];
-    if (!slot) refuse(f, unit, "is reduced without a gradient");
+    if (place->open) refuse(f, unit, "asks for a gradient slot while it holds one");
     if (place->reduced == f->options.micro_steps)
         refuse(f, unit, "is reduced more often than there are micro-steps");
-    Stream *compute = device_compute(f->device), *stream = comm_stream(f->comm);
-    event_record(slot->filled, compute);
-    stream_wait(stream, slot->filled);
-    stream_reads(stream, &slot->shared, "fsdp_reduce");
-    stream_writes(stream, &f->grads, "fsdp_reduce");
-    comm_phase(f->comm, place->reduce_phase);
+    place->open = true;
+    if (!place->whole) return grad_slot_take(f, unit);
+    stream_writes(device_compute(f->device), &place->grads, "fsdp_grad");
+    return counter_step(f, place).sum;
+}
+
+// Cuts the gradient over the group, in pieces of at most a layer's slice, so that the root needs no larger exchange than a
+// layer. step: the partial sums to be added.
+static void reduce_group(Fsdp *f, Place *place, const void *leaf, DType dtype, const CounterStep *step) {
     const size_t most = f->exchange_count;
+    comm_phase(f->group, place->reduce_phase);
     for (size_t first = 0; first < place->slice; first += most) {
         size_t left = place->slice - first;
-        CommReduce reduce = {.leaf = slot->memory + first,
+        CommReduce reduce = {.sum = step->sum + first,
+                             .leaf = (const char *)leaf + first * dtype_size(dtype),
+                             .dtype = dtype,
                              .count = left < most ? left : most,
                              .stride = place->slice,
-                             .exchange = f->exchange};
-        counter_step(f, place->first + first, place->reduced, &reduce);
-        comm_reduce_scatter(f->comm, &reduce);
+                             .exchange = f->exchange,
+                             .carries = step->carries};
+        for (int c = 0; c < step->carries; c++) reduce.partials[c] = step->partials[c] + first;
+        comm_reduce_scatter(f->group, &reduce);
     }
+    event_record(f->reduced, comm_stream(f->group));
+}
+
+// A leaf in a slot goes to the group at once.
+static void reduce_slot(Fsdp *f, int unit, Place *place) {
+    Stream *compute = device_compute(f->device), *stream = comm_stream(f->group);
+    const DType dtype = f->options.reduce_dtype;
+    GradSlot *slot = f->grad_slots;
+    while (slot->unit != unit) slot++;
+    CounterStep step = counter_step(f, place);
+    if (dtype == BF16) pack_to_bf16(f->ops, slot->memory, place->size);
+    event_record(f->filled, compute);
+    stream_wait(stream, f->filled);
+    stream_reads(stream, &slot->shared, "fsdp_reduce");
+    stream_writes(stream, &place->grads, "fsdp_reduce");
+    reduce_group(f, place, slot->memory, dtype, &step);
     event_record(slot->reduced, stream);
-    place->reduced++;
     slot->unit = -1;
+}
+
+// A gradient that is kept waits for the last micro-step.
+static void reduce_kept(Fsdp *f, Place *place, bool last) {
+    Stream *compute = device_compute(f->device), *stream = comm_stream(f->group);
+    CounterStep step = counter_step(f, place), sum = {.sum = place->grad, .carries = 0};
+    if (f->options.reduce_dtype == BF16) round_to_bf16(f->ops, step.sum, place->size);
+    if (step.carries) accumulate(f->ops, step.sum, step.partials, step.carries, place->size);
+    if (!last) return;
+    event_record(f->filled, compute);
+    if (f->ranks == 1) return;
+    stream_wait(stream, f->filled);
+    stream_writes(stream, &place->grads, "fsdp_reduce");
+    reduce_group(f, place, place->whole, F32, &sum);
+}
+
+// All replicas get the sum of their slices: each adds up a piece of it, then the pieces are gathered.
+static void reduce_replicas(Fsdp *f, Place *place) {
+    Stream *stream = comm_stream(f->replicas);
+    const size_t piece = place->slice / (size_t)f->strategy.replicas, most = f->replica_count;
+    float *own = place->grad + (size_t)comm_rank(f->replicas) * piece;
+    stream_wait(stream, f->ranks == 1 ? f->filled : f->reduced);
+    stream_writes(stream, &place->grads, "reduction between replicas");
+    comm_phase(f->replicas, place->replicate_phase);
+    for (size_t first = 0; first < piece; first += most) {
+        CommReduce reduce = {.sum = own + first,
+                             .leaf = place->grad + first,
+                             .dtype = F32,
+                             .count = piece - first < most ? piece - first : most,
+                             .stride = piece,
+                             .exchange = f->replica_exchange};
+        comm_reduce_scatter(f->replicas, &reduce);
+    }
+    comm_all_gather(f->replicas, place->grad, own, piece * sizeof(float));
+    event_record(f->replicated, stream);
+}
+
+void fsdp_reduce(Fsdp *f, int unit) {
+    Place *place = &f->places[unit];
+    bool last = place->reduced + 1 == f->options.micro_steps;
+    if (!place->open) refuse(f, unit, "is reduced without a gradient");
+    if (place->whole)
+        reduce_kept(f, place, last);
+    else
+        reduce_slot(f, unit, place);
+    if (last && f->replicas) reduce_replicas(f, place);
+    place->open = false;
+    place->reduced++;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -411,13 +571,13 @@ void fsdp_reduce(Fsdp *f, int unit) {
 
 // Agrees on small values that compute has written and will read.
 static void agree(Fsdp *f, void *values, size_t count, CommOp op) {
-    Stream *compute = device_compute(f->device), *stream = comm_stream(f->comm);
+    Stream *compute = device_compute(f->device), *stream = comm_stream(f->group);
     stream_writes(compute, &f->agreement, "fsdp_norm");
     event_record(f->computed, compute);
     stream_wait(stream, f->computed);
     stream_writes(stream, &f->agreement, "all-reduce of the norm");
-    comm_phase(f->comm, "agreement on the gradient's norm");
-    comm_all_reduce(f->comm, values, count, op);
+    comm_phase(f->group, "agreement on the gradient's norm");
+    comm_all_reduce(f->group, values, count, op);
     event_record(f->agreed, stream);
     stream_wait(compute, f->agreed);
     stream_reads(compute, &f->agreement, "fsdp_norm");
@@ -429,13 +589,14 @@ double fsdp_norm(Fsdp *f, float clip, const char **unit) {
         if (f->places[u].reduced != f->options.micro_steps) refuse(f, u, "was not reduced in every micro-step");
         f->places[u].reduced = 0;
     }
-    for (int s = 0; s < 1 + GRAD_SLOTS; s++) stream_wait(compute, f->grad_slots[s].reduced);
-    stream_reads(compute, &f->grads, "fsdp_norm");
+    stream_wait(compute, f->reduced);
+    stream_wait(compute, f->replicated);
+    for (int u = 0; u < f->count; u++) stream_reads(compute, &f->places[u].grads, "fsdp_norm");
     f->normed = true;
     if (device_planning(f->device)) return 0;
+    int64_t span = span_begin(compute, "norm", NULL);
     for (int u = 0; u <= f->count; u++) f->bits[u] = 0;
-    for (int u = 0; u < f->count; u++)
-        absmax(f->ops, &f->bits[u], f->grad + f->places[u].first, f->places[u].slice);
+    for (int u = 0; u < f->count; u++) absmax(f->ops, &f->bits[u], f->places[u].grad, f->places[u].slice);
     agree(f, f->bits, (size_t)f->count, COMM_U32_MAX);
     event_synchronize(f->agreed);
     uint32_t *most = &f->bits[f->count];
@@ -444,37 +605,49 @@ double fsdp_norm(Fsdp *f, float clip, const char **unit) {
         if (f->bits[u] >= 0x7f800000) *unit = f->units[u].name;
     }
     f->sums[0] = f->sums[1] = 0;
-    sumsq(f->ops, f->sums, f->grad, f->slice_elements, most);
+    for (int u = 0; u < f->count; u++) sumsq(f->ops, f->sums, f->places[u].grad, f->places[u].slice, most);
     agree(f, f->sums, 2, COMM_I64_SUM);
     clip_scale(f->ops, f->scale, f->norm, f->sums, most, clip);
     event_synchronize(f->agreed);
+    span_end(compute, span);
     return sumsq_root(f->sums, *most);
+}
+
+// The pieces of a unit's tensors that lie in the rank's slice.
+static void update_unit(Fsdp *f, int u, AdamW settings) {
+    const Place *place = &f->places[u];
+    const float decay = settings.decay;
+    for (int t = 0; t < f->units[u].count; t++) {
+        const FsdpTensor *tensor = &f->units[u].tensors[t];
+        Piece piece = piece_of(f, u, tensor, round_up((size_t)tensor->stored, FSDP_ALIGN), f->rank);
+        size_t first = piece.in_slice;
+        void *low = f->options.dtype == BF16 ? (uint16_t *)place->params + first : NULL;
+        settings.decay = tensor->decay ? decay : 0;
+        if (piece.count > 0)
+            adamw(f->ops, place->master + first, place->m + first, place->v + first, low, place->grad + first,
+                  piece.count, f->scale, settings);
+    }
 }
 
 void fsdp_update(Fsdp *f, AdamW settings, int64_t step) {
     Stream *compute = device_compute(f->device);
-    float decay = settings.decay;
     if (!f->normed) refuse(f, FSDP_ROOT, "is updated before its gradient's norm is known");
     f->normed = false;
     settings.correction1 = (float)(1.0 - pow((double)settings.beta1, (double)step));
     settings.correction2 = (float)(1.0 - pow((double)settings.beta2, (double)step));
     for (int s = 0; s < f->slot_count; s++) {
-        if (f->slots[s].state == SLOT_USED) refuse(f, f->slots[s].unit, "is in use during the update");
-        stream_wait(compute, f->slots[s].gathered);
-        f->slots[s].state = SLOT_FREE;
+        Slot *slot = &f->slots[s];
+        if (slot->state == SLOT_USED) refuse(f, slot->unit, "is in use during the update");
+        stream_wait(compute, slot->gathered);
+        if (unit_kept(f, s)) stream_writes(compute, &slot->shared, "fsdp_update"); // its slice lies there
+        slot->state = SLOT_FREE;
     }
-    stream_reads(compute, &f->grads, "fsdp_update");
     stream_writes(compute, &f->params, "fsdp_update");
-    for (int u = 0; u < f->count; u++)
-        for (int t = 0; t < f->units[u].count; t++) {
-            const FsdpTensor *tensor = &f->units[u].tensors[t];
-            Piece piece = piece_of(f, u, tensor, round_up((size_t)tensor->stored, FSDP_ALIGN), f->rank);
-            size_t first = f->places[u].first + piece.in_slice;
-            void *low = f->low ? (uint16_t *)f->low + first : NULL;
-            settings.decay = tensor->decay ? decay : 0;
-            if (piece.count > 0)
-                adamw(f->ops, f->master + first, f->m + first, f->v + first, low, f->grad + first, piece.count,
-                      f->scale, settings);
-        }
+    int64_t span = span_begin(compute, "update", NULL);
+    for (int u = 0; u < f->count; u++) {
+        stream_reads(compute, &f->places[u].grads, "fsdp_update");
+        update_unit(f, u, settings);
+    }
+    span_end(compute, span);
     params_changed(f);
 }

@@ -173,16 +173,34 @@ void log_config(Log *log, json_t *fields) {
     json_decref(fields);
 }
 
+// The console's line, and whom to look for when one rank holds up the others.
+static void train_say(Log *log, const LogTrain *t) {
+    char left[32], exposed[48] = "", slow[160] = "";
+    if (t->rank_ms[2] > 1.1 * t->rank_ms[1])
+        snprintf(slow, sizeof slow, " | rank %d on %.64s is %.0f%% slower", t->slowest_rank, t->slowest_host,
+                 100 * (t->rank_ms[2] / t->rank_ms[1] - 1));
+    if (t->exposed_ms > 0) snprintf(exposed, sizeof exposed, " | exposed %6.2f ms", t->exposed_ms);
+    log_say(
+        log,
+        "step %6lld/%lld | loss %.6f | norm %8.4f | lr %.2e | %8.2f ms%s | %7.0f tok/s | mfu %4.1f%% | %s left%s",
+        (long long)t->step, (long long)t->steps, t->loss, t->grad_norm, t->lr, t->ms, exposed, t->tokens_per_s,
+        100 * t->mfu, duration(t->seconds_left, left, sizeof left), slow);
+}
+
+// [minimum,median,maximum]
+static const char *three(const double *x, char *text, int size) {
+    char a[32], b[32], c[32];
+    snprintf(text, (size_t)size, "[%s,%s,%s]", number(x[0], a, sizeof a), number(x[1], b, sizeof b),
+             number(x[2], c, sizeof c));
+    return text;
+}
+
 void log_train(Log *log, const LogTrain *train) {
     if (!log) return;
-    char loss[32], norm[32], lr[32], ms[32], speed[32], mfu[32], left[32];
+    char loss[32], norm[32], lr[32], ms[32], speed[32], mfu[32], exposed[32], rank[112], gather[112];
     double time = now();
     if (train->step <= 10 || train->step == train->steps || time - log->last_line >= 1) {
-        log_say(
-            log,
-            "step %6lld/%lld | loss %.6f | norm %8.4f | lr %.2e | %8.2f ms | %7.0f tok/s | mfu %4.1f%% | %s left",
-            (long long)train->step, (long long)train->steps, train->loss, train->grad_norm, train->lr, train->ms,
-            train->tokens_per_s, 100 * train->mfu, duration(train->seconds_left, left, sizeof left));
+        train_say(log, train);
         log->last_line = time;
     }
     if (log->terminal) {
@@ -191,11 +209,14 @@ void log_train(Log *log, const LogTrain *train) {
     }
     line(log,
          "{\"event\":\"train\",\"step\":%lld,\"loss\":%s,\"grad_norm\":%s,\"lr\":%s,\"tokens\":%lld,\"ms\":%s,"
-         "\"tokens_per_s\":%s,\"mfu\":%s,\"skipped\":false}",
+         "\"tokens_per_s\":%s,\"mfu\":%s,\"skipped\":false,\"exposed_ms\":%s,\"rank_ms\":%s,\"gather_wait_ms\":%s,"
+         "\"slowest_rank\":%d,\"slowest_host\":\"%s\"}",
          (long long)train->step, number(train->loss, loss, sizeof loss),
          number(train->grad_norm, norm, sizeof norm), number(train->lr, lr, sizeof lr), (long long)train->tokens,
          number(train->ms, ms, sizeof ms), number(train->tokens_per_s, speed, sizeof speed),
-         number(train->mfu, mfu, sizeof mfu));
+         number(train->mfu, mfu, sizeof mfu), number(train->exposed_ms, exposed, sizeof exposed),
+         three(train->rank_ms, rank, sizeof rank), three(train->gather_wait_ms, gather, sizeof gather),
+         train->slowest_rank, train->slowest_host);
 }
 
 void log_val(Log *log, int64_t step, double loss, double loss_late, int64_t tokens) {

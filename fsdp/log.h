@@ -4,7 +4,8 @@
 // bar below it. OUTPUT/log.jsonl gets one JSON object per event, flushed; floats with nine significant digits:
 //
 //     {"event":"config",…}                                                       once, by log_config
-//     {"event":"train","step":1,"loss":…,"grad_norm":…,"lr":…,"tokens":…,"ms":…,"tokens_per_s":…,"mfu":…,"skipped":false}
+//     {"event":"train","step":1,"loss":…,"grad_norm":…,"lr":…,"tokens":…,"ms":…,"tokens_per_s":…,"mfu":…,"skipped":false,
+//      "exposed_ms":…,"rank_ms":[min,median,max],"gather_wait_ms":[min,median,max],"slowest_rank":…,"slowest_host":…}
 //     {"event":"val","step":…,"loss":…,"tokens":…,"loss_late":…}
 //     {"event":"end","step":…,"reason":…}
 //
@@ -50,6 +51,12 @@ typedef struct {
     double tokens_per_s;
     double mfu;          // model FLOPs over the measured peak, 0 … 1
     double seconds_left; // of the run
+    // Over the ranks: minimum, median, maximum of this step's
+    double rank_ms[3];        // time in which a rank did not wait for communication
+    double gather_wait_ms[3]; // time in which compute waited for parameters
+    double exposed_ms;        // median time in which compute waited for any communication
+    int slowest_rank;         // the one with the most rank_ms
+    const char *slowest_host;
 } LogTrain;
 void log_train(Log *log, const LogTrain *train);
 

@@ -107,6 +107,13 @@ double sumsq_root(const int64_t sums[2], uint32_t bits);
 // *scale = min(1, limit / (norm + 1e-6)), or 1 when limit is 0; *norm as sumsq_root
 void clip_scale(Ops *ops, float *scale, float *norm, const int64_t sums[2], const uint32_t *bits, float limit);
 
+// sum = terms[count-1] + ( … + (terms[0] + sum)): how a binary counter carries
+void accumulate(Ops *ops, float *sum, const float *const *terms, int count, size_t n);
+
+// x = x rounded to bf16: kept as fp32, or packed, when the first half of its memory holds the n results afterwards
+void round_to_bf16(Ops *ops, float *x, size_t n);
+void pack_to_bf16(Ops *ops, float *x, size_t n);
+
 void cast_from_f32(Ops *ops, void *out, const float *x, size_t n, DType dtype);
 void cast_to_f32(Ops *ops, float *out, const void *x, size_t n, DType dtype);
 

@@ -516,6 +516,44 @@ void clip_scale(Ops *ops, float *scale, float *norm, const int64_t sums[2], cons
     *scale = limit == 0 || wanted > 1 ? 1.0f : (float)wanted;
 }
 
+void accumulate(Ops *ops, float *sum, const float *const *terms, int count, size_t n) {
+    if (ops->rehearsal) return;
+    PARALLEL_FOR
+    for (int block = 0; block < blocks_of(n, VECTOR_BLOCK); block++) {
+        size_t first = (size_t)block * VECTOR_BLOCK;
+        int length = block_length(n - first, VECTOR_BLOCK);
+        for (int t = 0; t < count; t++)
+            for (int i = 0; i < length; i++) sum[first + i] = terms[t][first + i] + sum[first + i];
+    }
+}
+
+void round_to_bf16(Ops *ops, float *x, size_t n) {
+    if (ops->rehearsal) return;
+    PARALLEL_FOR
+    for (int block = 0; block < blocks_of(n, SLICE_BLOCK); block++) {
+        size_t first = (size_t)block * SLICE_BLOCK;
+        int length = block_length(n - first, SLICE_BLOCK);
+        for (int i = 0; i < length; i++) x[first + i] = float_of_bf16(bf16_of(x[first + i]));
+    }
+}
+
+// In place, block b goes to where block b/2 was read from: so once all blocks before a power of two are packed, those up
+// to the next one can be packed at the same time. Bytes are moved through a buffer because the first block overlaps itself.
+void pack_to_bf16(Ops *ops, float *x, size_t n) {
+    if (ops->rehearsal) return;
+    int blocks = blocks_of(n, VECTOR_BLOCK);
+    for (int begin = 0, end = 1; begin < blocks; begin = end, end = least(2 * end, blocks)) {
+        PARALLEL_FOR
+        for (int block = begin; block < end; block++) {
+            uint16_t packed[VECTOR_BLOCK];
+            size_t first = (size_t)block * VECTOR_BLOCK;
+            int length = block_length(n - first, VECTOR_BLOCK);
+            for (int i = 0; i < length; i++) packed[i] = bf16_of(x[first + i]);
+            memcpy((char *)x + first * sizeof(uint16_t), packed, (size_t)length * sizeof(uint16_t));
+        }
+    }
+}
+
 void cast_from_f32(Ops *ops, void *out, const float *x, size_t n, DType dtype) {
     if (ops->rehearsal) return;
     PARALLEL_FOR

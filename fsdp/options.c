@@ -50,8 +50,9 @@ static double number_of(const Option *option, const char *text, bool suffix) {
     }
     if (errno == ERANGE && fabs(x) < 1) errno = 0; // smaller than the smallest: near enough to 0
     if (end == text || *end || errno || !isfinite(x))
-        die(EXIT_CODE_USAGE, NULL, "--%s %s: expected a %s", option->name, text,
-            suffix ? "whole number (k, M and G are understood)" : "number");
+        die(EXIT_CODE_USAGE, NULL, "--%s %s: expected a %s%s", option->name, text,
+            suffix ? "whole number (k, M and G are understood)" : "number",
+            option->kind == OPTION_COUNT_AUTO ? " or auto" : "");
     if (x < option->least || x > option->most)
         die(EXIT_CODE_USAGE, NULL, "--%s %s: expected %.10g to %.10g", option->name, text, option->least,
             option->most);
@@ -77,6 +78,10 @@ static void option_set(Option *option, const char *text) {
     switch (option->kind) {
     case OPTION_TEXT:
         *(const char **)option->value = text;
+        break;
+    case OPTION_COUNT_AUTO:
+        if (strcmp(text, "auto") == 0) break;
+        *(int64_t *)option->value = (int64_t)number_of(option, text, true);
         break;
     case OPTION_COUNT:
         *(int64_t *)option->value = (int64_t)number_of(option, text, true);
@@ -162,6 +167,7 @@ json_t *options_json(const Option *options, int count) {
             value = text ? json_string(text) : json_null();
             break;
         case OPTION_COUNT:
+        case OPTION_COUNT_AUTO:
             value = json_integer(*(int64_t *)option->value);
             break;
         case OPTION_NUMBER:

@@ -14,11 +14,12 @@ extern "C" {
 #endif
 
 typedef enum {
-    OPTION_TEXT,   // const char **
-    OPTION_COUNT,  // int64_t *, least … most
-    OPTION_NUMBER, // double *, least … most
-    OPTION_CHOICE, // int *: the place in `choices`, "a,b,c"
-    OPTION_FLAG,   // bool *: set when given, no value
+    OPTION_TEXT,       // const char **
+    OPTION_COUNT,      // int64_t *, least … most
+    OPTION_COUNT_AUTO, // the same or "auto", which is 0
+    OPTION_NUMBER,     // double *, least … most
+    OPTION_CHOICE,     // int *: the place in `choices`, "a,b,c"
+    OPTION_FLAG,       // bool *: set when given, no value
 } OptionKind;
 
 typedef struct {
