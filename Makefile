@@ -23,7 +23,7 @@ OPTIMISE := $(if $(DEBUG),-O0,-O3 -march=$(MARCH) $(call accepts,-mprefer-vector
 WARNINGS := -Wall -Wextra -Werror
 CFLAGS   := -std=gnu11 -g $(OPTIMISE) $(WARNINGS) $(if $(THREAD),,-fopenmp) -I. -Ifsdp $(if $(SAN),-fsanitize=$(SAN) -fno-omit-frame-pointer)
 LDFLAGS  := $(if $(THREAD),,-fopenmp) $(if $(SAN),-fsanitize=$(SAN))
-LDLIBS   := -ldnnl -ljansson -lpthread -lm
+LDLIBS   := -ljansson -lpthread -lm
 MPI_CFLAGS = $(shell $(MPICC) --showme:compile 2>/dev/null || $(MPICC) -compile_info | cut -d' ' -f2-)
 MPI_LIBS   = $(shell $(MPICC) --showme:link 2>/dev/null || $(MPICC) -link_info | cut -d' ' -f2-)
 

@@ -17,7 +17,6 @@ struct Ops {
     Device *device;
     int threads;
     bool rehearsal; // find out the scratch, compute nothing
-    Products *products;
     double flops;
 };
 
