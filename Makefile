@@ -111,6 +111,11 @@ $(BUILD)/test_%: $(BUILD)/test_%.o $(BUILD)/ops_reference.o $(ROOM_OBJECTS)
 	$(Q)$(CC) $(LDFLAGS) $^ $(MPI_LIBS) $(LDLIBS) -lcmocka -o $@
 endif
 
+# How fast each op is.
+$(BUILD)/bench_ops: $(BUILD)/bench_ops.o $(filter-out %/comm_mpi.o %/fsdp.o %/l%.o %/tokenizer.o %/safetensors.o,$(ROOM_OBJECTS))
+	$(call say,LINK)
+	$(Q)$(CC) $(LDFLAGS) $^ $(LDLIBS) -ldnnl -o $@
+
 # The normal build, and what the sanitizers have to say: the thread sanitizer only where it understands all code, which
 # leaves out OpenMP's and oneDNN's.
 test: deps

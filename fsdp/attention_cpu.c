@@ -111,13 +111,14 @@ static double product_flops(int T, int HS) {
 
 // Probabilities of one row from its first `valid` scores, into prob (0 from there to keys); returns the row's lse.
 static float softmax_row(void *prob, size_t first, float *scores, int valid, int keys, float scale, DType dtype) {
-    float max = row_max(scores, valid);
-    for (int j = 0; j < valid; j++) scores[j] = exp_float(scale * (scores[j] - max));
-    float total = row_sum(scores, valid), inverse = 1.0f / total;
-    float *p = dtype == F32 ? (float *)prob + first : scores;
-    for (int j = 0; j < valid; j++) p[j] = scores[j] * inverse;
-    for (int j = valid; j < keys; j++) p[j] = 0;
-    row_stored(prob, first, keys, dtype, p);
+    int n = least(keys, (valid + LANES - 1) / LANES * LANES); // whole vectors: e^-∞ is 0
+    for (int j = valid; j < n; j++) scores[j] = -INFINITY;
+    float max = row_max(scores, n);
+    for (int j = 0; j < n; j++) scores[j] = exp_float(scale * (scores[j] - max));
+    float total = row_sum(scores, n), inverse = 1.0f / total;
+    for (int j = 0; j < n; j++) scores[j] *= inverse;
+    for (int j = n; j < keys; j++) scores[j] = 0;
+    row_stored(prob, first, keys, dtype, scores);
     return scale * max + logf(total);
 }
 
@@ -160,16 +161,16 @@ void attention_forward(Ops *ops, void *out, float *lse, const void *qkv, int B, 
 // One row of probabilities and of dS, from scores and dP; zero behind the diagonal.
 static void backward_row(void *prob, void *dscores, size_t first, float *scores, float *dprob, int valid, int keys,
                          float scale, float lse, float delta, DType dtype) {
-    float *p = row_out(prob, first, dtype, scores), *ds = row_out(dscores, first, dtype, dprob);
-    for (int j = 0; j < valid; j++) {
+    int n = least(keys, (valid + LANES - 1) / LANES * LANES);
+    for (int j = valid; j < n; j++) scores[j] = -INFINITY;
+    for (int j = 0; j < n; j++) {
         float probability = exp_float(scale * scores[j] - lse);
-        float slope = probability * (dprob[j] - delta) * scale;
-        p[j] = probability;
-        ds[j] = slope;
+        scores[j] = probability;
+        dprob[j] = probability * (dprob[j] - delta) * scale;
     }
-    for (int j = valid; j < keys; j++) p[j] = ds[j] = 0;
-    row_stored(prob, first, keys, dtype, p);
-    row_stored(dscores, first, keys, dtype, ds);
+    for (int j = n; j < keys; j++) scores[j] = dprob[j] = 0;
+    row_stored(prob, first, keys, dtype, scores);
+    row_stored(dscores, first, keys, dtype, dprob);
 }
 
 // D: row sums of dout ∘ out

@@ -37,13 +37,13 @@ enum { PANEL = 2 * WIDTH };
 
 typedef float VectorAnywhere __attribute__((vector_size(WIDTH * sizeof(float)), aligned(4), may_alias));
 
-// sums (STRIP, PANEL) = , or += when more, a (depth, STRIP)ᵀ · b (depth, PANEL)
-static void multiply_fp32(float *sums, const float *a, const float *b, int depth, bool more) {
+// sums (STRIP, PANEL), rows `row` apart, = , or += when more, a (depth, STRIP)ᵀ · b (depth, PANEL)
+static void multiply_fp32(float *sums, size_t row, const float *a, const float *b, int depth, bool more) {
     Vector sum[STRIP][2];
 #pragma GCC unroll 16
     for (int i = 0; i < STRIP; i++) {
-        sum[i][0] = more ? *(VectorAnywhere *)(sums + i * PANEL) : (VectorAnywhere){0};
-        sum[i][1] = more ? *(VectorAnywhere *)(sums + i * PANEL + WIDTH) : (VectorAnywhere){0};
+        sum[i][0] = more ? *(VectorAnywhere *)(sums + i * row) : (VectorAnywhere){0};
+        sum[i][1] = more ? *(VectorAnywhere *)(sums + i * row + WIDTH) : (VectorAnywhere){0};
     }
     for (int k = 0; k < depth; k++, a += STRIP, b += PANEL) {
         Vector b0 = *(const VectorAnywhere *)b, b1 = *(const VectorAnywhere *)(b + WIDTH);
@@ -56,81 +56,12 @@ static void multiply_fp32(float *sums, const float *a, const float *b, int depth
     }
 #pragma GCC unroll 16
     for (int i = 0; i < STRIP; i++) {
-        *(VectorAnywhere *)(sums + i * PANEL) = sum[i][0];
-        *(VectorAnywhere *)(sums + i * PANEL + WIDTH) = sum[i][1];
+        *(VectorAnywhere *)(sums + i * row) = sum[i][0];
+        *(VectorAnywhere *)(sums + i * row + WIDTH) = sum[i][1];
     }
 }
 
-static inline float element(const Factor *from, int line, int k) {
-    size_t i = (size_t)line * from->line + (size_t)k * from->depth;
-    return from->dtype == F32 ? ((const float *)from->x)[i] : float_of_bf16(((const uint16_t *)from->x)[i]);
-}
-
-// packed (depth, width) = lines of a factor, widened; zeros where there are no more lines
-static void pack_fp32(float *packed, int width, const Factor *from, int lines, int depth) {
-    if (lines < width) memset(packed, 0, (size_t)depth * (size_t)width * sizeof(float));
-    if (from->line == 1) {
-        for (int k = 0; k < depth; k++)
-            for (int i = 0; i < lines; i++) packed[k * width + i] = element(from, i, k);
-    } else {
-        for (int i = 0; i < lines; i++)
-            for (int k = 0; k < depth; k++) packed[k * width + i] = element(from, i, k);
-    }
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// bf16 on AMX. A tile register holds 16 rows of 64 bytes. One instruction adds to 16 × 16 sums the products of 16 lines
-// of a with 16 lines of b, 32 deep. It wants a tile of a as (lines, depth), one of b as (depth / 2, lines, 2). A strip
-// and a panel are 32 lines each: two tiles of either give four of sums, a load for every product.
-
-enum { TILE_LINES = 16, TILE_DEPTH = 32, TILE_BYTES = 1024, TILE_BLOCK = 2 * TILE_LINES };
-
-#if HAVE_AMX
-
-static void amx_begin(void) {
-    struct {
-        uint8_t palette, start, zero[14];
-        uint16_t row_bytes[16];
-        uint8_t rows[16];
-    } layout = {.palette = 1};
-    for (int tile = 0; tile < 8; tile++) layout.row_bytes[tile] = 64, layout.rows[tile] = 16;
-    __asm__ volatile("" ::: "memory");
-    _tile_loadconfig(&layout);
-}
-
-static void amx_end(void) { _tile_release(); }
-
-// sums (32, 32) = , or += when more, 32 lines of a times 32 lines of b, both (depth / 32, 2, a tile)
-static void multiply_amx(float *sums, const char *a, const char *b, int depth, bool more) {
-    enum { ROW = TILE_BLOCK * sizeof(float) };
-    float *lower = sums + TILE_LINES * TILE_BLOCK;
-    __asm__ volatile("" ::: "memory"); // the intrinsics do not tell the compiler what they read
-    if (more) {
-        _tile_loadd(0, sums, ROW);
-        _tile_loadd(1, sums + TILE_LINES, ROW);
-        _tile_loadd(2, lower, ROW);
-        _tile_loadd(3, lower + TILE_LINES, ROW);
-    } else {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-    }
-    for (int k = 0; k < depth; k += TILE_DEPTH, a += 2 * TILE_BYTES, b += 2 * TILE_BYTES) {
-        _tile_loadd(4, a, 64);
-        _tile_loadd(6, b, 64);
-        _tile_loadd(5, a + TILE_BYTES, 64);
-        _tile_loadd(7, b + TILE_BYTES, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-    }
-    _tile_stored(0, sums, ROW);
-    _tile_stored(1, sums + TILE_LINES, ROW);
-    _tile_stored(2, lower, ROW);
-    _tile_stored(3, lower + TILE_LINES, ROW);
-}
+#ifdef __AVX512F__
 
 // The transpose of 16 × 16 numbers of 32 bits: rows of 1, 2, 4 and 8 numbers change places, a power of two at a time.
 static inline void transpose16(__m512i r[16]) {
@@ -159,6 +90,107 @@ static inline void transpose16(__m512i r[16]) {
         r[j] = _mm512_shuffle_i32x4(s[j], s[j + 8], 0x88);
         r[j + 8] = _mm512_shuffle_i32x4(s[j], s[j + 8], 0xdd);
     }
+}
+
+// 16 numbers of a row of which `there` exist, widened, the rest zeros
+static inline __m512i row16(const Factor *from, size_t first, int there) {
+    __mmask16 mask = there >= 16 ? 0xffff : there <= 0 ? 0 : (__mmask16)((1u << there) - 1);
+    if (from->dtype == F32) return _mm512_maskz_loadu_epi32(mask, (const float *)from->x + first);
+    _Alignas(32) uint16_t narrow[16] = {0};
+    memcpy(narrow, (const uint16_t *)from->x + first, (size_t)least(16, there < 0 ? 0 : there) * sizeof(uint16_t));
+    return _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_load_si256((const __m256i *)narrow)), 16);
+}
+
+// packed (depth, width) = lines of a factor, widened; zeros where there are no more lines
+static void pack_fp32(float *packed, int width, const Factor *from, int lines, int depth) {
+    for (int line = 0; line < width; line += 16) {
+        __mmask16 mask = width - line >= 16 ? 0xffff : (__mmask16)((1u << (width - line)) - 1);
+        if (from->line == 1) {
+            for (int k = 0; k < depth; k++)
+                _mm512_mask_storeu_epi32(packed + k * width + line, mask,
+                                         row16(from, (size_t)line + (size_t)k * from->depth, lines - line));
+            continue;
+        }
+        for (int k = 0; k < depth; k += 16) {
+            __m512i r[16];
+            for (int i = 0; i < 16; i++)
+                r[i] = row16(from, (size_t)(line + i) * from->line + (size_t)k, line + i < lines ? depth - k : 0);
+            transpose16(r);
+            for (int i = 0; i < least(16, depth - k); i++)
+                _mm512_mask_storeu_epi32(packed + (k + i) * width + line, mask, r[i]);
+        }
+    }
+}
+#else
+static inline float element(const Factor *from, int line, int k) {
+    size_t i = (size_t)line * from->line + (size_t)k * from->depth;
+    return from->dtype == F32 ? ((const float *)from->x)[i] : float_of_bf16(((const uint16_t *)from->x)[i]);
+}
+
+static void pack_fp32(float *packed, int width, const Factor *from, int lines, int depth) {
+    if (lines < width) memset(packed, 0, (size_t)depth * (size_t)width * sizeof(float));
+    if (from->line == 1) {
+        for (int k = 0; k < depth; k++)
+            for (int i = 0; i < lines; i++) packed[k * width + i] = element(from, i, k);
+    } else {
+        for (int i = 0; i < lines; i++)
+            for (int k = 0; k < depth; k++) packed[k * width + i] = element(from, i, k);
+    }
+}
+#endif
+
+// ---------------------------------------------------------------------------------------------------------------------
+// bf16 on AMX. A tile register holds 16 rows of 64 bytes. One instruction adds to 16 × 16 sums the products of 16 lines
+// of a with 16 lines of b, 32 deep. It wants a tile of a as (lines, depth), one of b as (depth / 2, lines, 2). A strip
+// and a panel are 32 lines each: two tiles of either give four of sums, a load for every product.
+
+enum { TILE_LINES = 16, TILE_DEPTH = 32, TILE_BYTES = 1024, TILE_BLOCK = 2 * TILE_LINES };
+
+#if HAVE_AMX
+
+static void amx_begin(void) {
+    struct {
+        uint8_t palette, start, zero[14];
+        uint16_t row_bytes[16];
+        uint8_t rows[16];
+    } layout = {.palette = 1};
+    for (int tile = 0; tile < 8; tile++) layout.row_bytes[tile] = 64, layout.rows[tile] = 16;
+    __asm__ volatile("" ::: "memory");
+    _tile_loadconfig(&layout);
+}
+
+static void amx_end(void) { _tile_release(); }
+
+// sums (32, 32), rows `row` apart, = , or += when more, 32 lines of a times 32 of b, both (depth / 32, 2, a tile)
+static void multiply_amx(float *sums, size_t row, const char *a, const char *b, int depth, bool more) {
+    float *lower = sums + TILE_LINES * row;
+    row *= sizeof(float);
+    __asm__ volatile("" ::: "memory"); // the intrinsics do not tell the compiler what they read
+    if (more) {
+        _tile_loadd(0, sums, row);
+        _tile_loadd(1, sums + TILE_LINES, row);
+        _tile_loadd(2, lower, row);
+        _tile_loadd(3, lower + TILE_LINES, row);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int k = 0; k < depth; k += TILE_DEPTH, a += 2 * TILE_BYTES, b += 2 * TILE_BYTES) {
+        _tile_loadd(4, a, 64);
+        _tile_loadd(6, b, 64);
+        _tile_loadd(5, a + TILE_BYTES, 64);
+        _tile_loadd(7, b + TILE_BYTES, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, sums, row);
+    _tile_stored(1, sums + TILE_LINES, row);
+    _tile_stored(2, lower, row);
+    _tile_stored(3, lower + TILE_LINES, row);
 }
 
 // 32 numbers of a row of which `there` exist, the rest zeros
@@ -198,8 +230,8 @@ static void pack_tiles(char *packed, enum Side side, const Factor *from, int lin
 #else
 static void amx_begin(void) {}
 static void amx_end(void) {}
-static void multiply_amx(float *sums, const char *a, const char *b, int depth, bool more) {
-    (void)sums, (void)a, (void)b, (void)depth, (void)more;
+static void multiply_amx(float *sums, size_t row, const char *a, const char *b, int depth, bool more) {
+    (void)sums, (void)row, (void)a, (void)b, (void)depth, (void)more;
 }
 static void pack_tiles(char *packed, enum Side side, const Factor *from, int lines, int depth) {
     (void)packed, (void)side, (void)from, (void)lines, (void)depth;
@@ -294,19 +326,30 @@ static const char *packed_at(const Packed *p, int block, int done) {
            (size_t)block * block_bytes(p->side, p->amx, least(RUN, p->depth - done));
 }
 
-// One strip of a times some panels of b, run by run, into, or added to, sums (panels, lines of a, lines of b).
-static void strip_multiply(float *sums, const Packed *a, int strip, const Packed *b, int panel, int panels,
-                           int depth, bool more) {
-    int area = block_lines(LEFT, a->amx) * block_lines(RIGHT, a->amx);
+// Sums of a strip: from row to row, from panel to panel.
+typedef struct {
+    float *x;
+    size_t row, panel;
+} Sums;
+
+static Sums sums_dense(float *x, bool amx) {
+    int strip = block_lines(LEFT, amx), panel = block_lines(RIGHT, amx);
+    return (Sums){.x = x, .row = (size_t)panel, .panel = (size_t)(strip * panel)};
+}
+
+// One strip of a times some panels of b, run by run, into, or added to, sums.
+static void strip_multiply(Sums sums, const Packed *a, int strip, const Packed *b, int panel, int panels, int depth,
+                           bool more) {
     for (int done = 0; done < depth; done += RUN) {
         int run = least(RUN, depth - done);
         const char *x = packed_at(a, strip, done), *y = packed_at(b, panel, done);
         size_t next = block_bytes(RIGHT, a->amx, least(RUN, b->depth - done));
         for (int j = 0; j < panels; j++, y += next) {
             if (a->amx)
-                multiply_amx(sums + j * area, x, y, run, more || done > 0);
+                multiply_amx(sums.x + (size_t)j * sums.panel, sums.row, x, y, run, more || done > 0);
             else
-                multiply_fp32(sums + j * area, (const float *)x, (const float *)y, run, more || done > 0);
+                multiply_fp32(sums.x + (size_t)j * sums.panel, sums.row, (const float *)x, (const float *)y, run,
+                              more || done > 0);
         }
     }
 }
@@ -349,13 +392,18 @@ size_t packed_bytes(enum Side side, int lines, int depth, DType dtype) {
 
 void packed_product(Target c, Packed a, Packed b, int M, int N, int K) {
     int strip = block_lines(LEFT, a.amx), panel = block_lines(RIGHT, a.amx);
-    _Alignas(64) float sums[TILE_BLOCK * TILE_BLOCK];
+    _Alignas(64) float edge[TILE_BLOCK * TILE_BLOCK];
     assert(M <= a.lines && N <= b.lines && K <= a.depth && K <= b.depth && a.amx == b.amx);
     if (a.amx) amx_begin();
     for (int i = 0; i < M; i += strip)
         for (int j = 0; j < N; j += panel) {
-            strip_multiply(sums, &a, i / strip, &b, j / panel, 1, K, false);
-            strip_store(&c, i, j, sums, least(strip, M - i), least(panel, N - j), a.amx);
+            if (c.dtype == F32 && !c.bias && M - i >= strip && N - j >= panel) { // where it belongs
+                Sums there = {.x = (float *)c.x + (size_t)i * c.stride + j, .row = c.stride};
+                strip_multiply(there, &a, i / strip, &b, j / panel, 1, K, c.accumulate);
+            } else {
+                strip_multiply(sums_dense(edge, a.amx), &a, i / strip, &b, j / panel, 1, K, false);
+                strip_store(&c, i, j, edge, least(strip, M - i), least(panel, N - j), a.amx);
+            }
         }
     if (a.amx) amx_end();
 }
@@ -402,7 +450,7 @@ static void task_run(const Cut *cut, const Target *c, const Factor *a, const Fac
             int nth = i / strip % STRIPS;
             if (nth == 0)
                 packed_a = pack(scratch, LEFT, factor_from(*a, row + i, k), least(STRIPS * strip, rows - i), depth);
-            strip_multiply(sums, &packed_a, nth, &packed_b, 0, panels, depth, k > 0);
+            strip_multiply(sums_dense(sums, cut->amx), &packed_a, nth, &packed_b, 0, panels, depth, k > 0);
             if (k + depth == K) strip_store(c, row + i, column, sums, least(strip, rows - i), columns, cut->amx);
             if (cut->depth < K) sums += sums_count(cut->amx, cut->columns);
         }
