@@ -23,7 +23,7 @@ OPTIMISE := $(if $(DEBUG),-O0,-O3 -march=$(MARCH) $(call accepts,-mprefer-vector
 WARNINGS := -Wall -Wextra -Werror
 CFLAGS   := -std=gnu11 -g $(OPTIMISE) $(WARNINGS) $(if $(THREAD),,-fopenmp) -I. -Ifsdp $(if $(SAN),-fsanitize=$(SAN) -fno-omit-frame-pointer)
 LDFLAGS  := $(if $(THREAD),,-fopenmp) $(if $(SAN),-fsanitize=$(SAN))
-LDLIBS   := -ldnnl -ljansson -lpthread -lm
+LDLIBS   := -ljansson -lpthread -lm
 MPI_CFLAGS = $(shell $(MPICC) --showme:compile 2>/dev/null || $(MPICC) -compile_info | cut -d' ' -f2-)
 MPI_LIBS   = $(shell $(MPICC) --showme:link 2>/dev/null || $(MPICC) -link_info | cut -d' ' -f2-)
 
@@ -113,15 +113,16 @@ $(BUILD)/test_%: $(BUILD)/test_%.o $(BUILD)/ops_reference.o $(ROOM_OBJECTS)
 	$(Q)$(CC) $(LDFLAGS) $^ $(MPI_LIBS) $(LDLIBS) -lcmocka -o $@
 endif
 
-# How fast it is. oneDNN's product is the measure.
+# How fast it is, and how fast each op is. oneDNN's product is the measure.
 $(BUILD)/bench.o: CFLAGS += -Wno-unused-function
-$(BUILD)/bench: $(BUILD)/bench.o $(ROOM_OBJECTS)
+$(BUILD)/bench $(BUILD)/bench_ops: $(BUILD)/%: $(BUILD)/%.o $(ROOM_OBJECTS)
 	$(call say,LINK)
 	$(Q)$(CC) $(LDFLAGS) $^ $(MPI_LIBS) $(LDLIBS) -ldnnl -o $@
 
-bench: deps
-	@$(MAKE) --no-print-directory $(BUILD)/bench
-	@dev/bench.sh $(BUILD)/bench
+bench:
+	@scripts/deps.sh onednn
+	@$(MAKE) --no-print-directory $(BUILD)/bench $(BUILD)/bench_ops
+	@dev/bench.sh
 
 # Every combination of what moves no number; `make test` runs every pair.
 test-grid: deps
@@ -129,7 +130,7 @@ test-grid: deps
 	@dev/run_tests.sh --grid
 
 # The normal build, and what the sanitizers have to say: the thread sanitizer only where it understands all code, which
-# leaves out OpenMP's and oneDNN's.
+# leaves out OpenMP's.
 test: deps
 	@$(MAKE) --no-print-directory all tests
 	@$(MAKE) --no-print-directory SAN=address,undefined all tests

@@ -122,7 +122,7 @@ compiles() {
 # The other compilers: clang for all sources, nvcc for the trainer, which must stay valid CUDA C++.
 other_compilers() {
     compiles 'clang: all sources' clang -fsyntax-only -std=gnu11 -fopenmp -Wall -Wextra -Werror -Wno-unused-function \
-        $(mpicc --showme:compile) -D_GNU_SOURCE -I. -Ifsdp -Idev fsdp/*.c data/*.c dev/*.c test_gpt.c -x c train_gpt.cu
+        $(mpicc --showme:compile) -D_GNU_SOURCE -I. -Ifsdp -Idev fsdp/*.c data/*.c dev/test_*.c dev/ops_reference.c dev/count_allocations.c test_gpt.c -x c train_gpt.cu
     compiles 'nvcc: train_gpt.cu' nvcc -x cu -std=c++17 -Werror all-warnings -I. -Ifsdp -c train_gpt.cu -o /dev/null
 }
 

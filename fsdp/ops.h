@@ -28,7 +28,7 @@ typedef struct Ops Ops;
 Ops *ops_open(Device *device, int threads);
 void ops_close(Ops *ops);
 bool ops_native_bf16(void);        // the processor multiplies bf16 itself
-const char *ops_description(void); // library and instruction set, for the report
+const char *ops_description(void); // library or instruction set, for the report
 double ops_flops(const Ops *ops);  // floating-point operations of all matrix products so far (2 per multiply-add)
 
 // out (B·T, C) = wte[token] + wpe[position];  tokens (B, T), wte (Vp, C), wpe (≥T, C)

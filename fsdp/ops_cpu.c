@@ -1,8 +1,7 @@
-// ops on a CPU. Matrix products go through ops_cpu_products.c (oneDNN); the loops over rows are in ops_cpu_common.h.
+// ops on a CPU. Matrix products are in ops_cpu_products.c; the loops over rows are in ops_cpu_common.h.
 //
-// Work is cut by the shape alone, never by the number of threads:
+// Work is cut by the shape alone, never by the number of threads, except for matrix products, where it changes no bit:
 //     rows of activations                 in blocks of ROW_BLOCK
-//     outputs of matrix products          in tiles of rows (tile_rows) or of weight columns (tile_columns)
 //     sums over rows (biases, LayerNorm)  one partial sum a block of rows, joined in the order of the blocks
 //     sums over slices                    in blocks of SLICE_BLOCK, joined exactly
 #include "error.h"
@@ -16,7 +15,6 @@
 
 enum {
     ROW_BLOCK = 64,
-    PRODUCT_ROWS = 1024,   // rows of a weight gradient added up by one product
     SLICE_BLOCK = 1 << 14, // elements
 };
 
@@ -26,15 +24,12 @@ Ops *ops_open(Device *device, int threads) {
     ops->device = device;
     ops->threads = threads;
     ops->rehearsal = device_planning(device);
-    ops->products = products_open(threads);
+    products_open();
     ops_scratch(ops, 1); // under a plan the whole of it, before the first step
     return ops;
 }
 
-void ops_close(Ops *ops) {
-    products_close(ops->products);
-    free(ops);
-}
+void ops_close(Ops *ops) { free(ops); }
 
 double ops_flops(const Ops *ops) { return ops->flops; }
 
@@ -211,85 +206,21 @@ void layernorm_backward(Ops *ops, void *dx, float *dw, float *db, const void *do
 // ---------------------------------------------------------------------------------------------------------------------
 // linear
 
-// Rows of an output that one thread computes at a time: more go faster each, fewer keep more threads busy.
-static int tile_rows(int N) { return least(N, N >= 2048 ? 256 : 128); }
-static int tile_columns(int C) { return least(C, C >= 512 ? 128 : 64); }
-
-// out (N, OC) = x (N, C) · w (+ b), w (C, OC) or stored (OC, C) when transposed.
-static void product_by_rows(Ops *ops, void *out, const void *x, const void *w, const void *b, int N, int C, int OC,
-                            bool transposed, DType dtype) {
-    int tile = tile_rows(N), rest = N % tile;
-    Product product = {
-        .M = tile, .N = OC, .K = C, .b_transposed = transposed, .bias = b != NULL, .in = dtype, .out = dtype};
-    int whole = products_find(ops->products, product), last = whole;
-    product.M = rest;
-    if (rest) last = products_find(ops->products, product);
-    size_t each = product_scratch(ops->products, whole), each_last = product_scratch(ops->products, last);
-    if (each < each_last) each = each_last;
-    char *scratch = ops_scratch(ops, (size_t)ops->threads * each);
-    ops->flops += 2.0 * N * C * OC;
-    if (ops->rehearsal) return;
-    PARALLEL_FOR_DYNAMIC
-    for (int row = 0; row < N; row += tile) {
-        int thread = omp_get_thread_num();
-        product_run(ops->products, row + tile <= N ? whole : last, thread, at_mutable(out, (size_t)row * OC, dtype),
-                    at(x, (size_t)row * C, dtype), w, b, scratch + (size_t)thread * each);
-    }
+static void multiply(Ops *ops, Target c, Factor a, Factor b, int M, int N, int K) {
+    void *scratch = ops_scratch(ops, product_scratch(M, N, K, a.dtype, ops->threads));
+    ops->flops += 2.0 * M * N * K;
+    if (!ops->rehearsal) product(c, a, b, M, N, K, ops->threads, scratch);
 }
 
-// The products that a tile of product_of_columns needs: by tile size (whole or last), by rows (whole or last block),
-// and for the first block of rows or a later one, which adds.
-typedef struct {
-    int number[2][2][2];
-    size_t scratch;
-} ColumnProducts;
-
-static ColumnProducts column_products(Ops *ops, int tile, int N, int C, int OC, bool accumulate, DType dtype) {
-    ColumnProducts found = {.scratch = 0};
-    int rows = least(N, PRODUCT_ROWS);
-    for (int i = 0; i < 8; i++) {
-        int last_tile = i >> 2 & 1, last_rows = i >> 1 & 1, later = i & 1;
-        int M = last_tile ? C % tile : tile, K = last_rows ? N % rows : rows;
-        if (M == 0 || K == 0 || (later && N <= rows && !accumulate)) continue;
-        Product product = {
-            .M = M, .N = OC, .K = K, .a_transposed = true, .accumulate = later || accumulate, .in = dtype};
-        int number = products_find(ops->products, product);
-        found.number[last_tile][last_rows][later] = number;
-        size_t scratch = product_scratch(ops->products, number);
-        if (scratch > found.scratch) found.scratch = scratch;
-    }
-    return found;
+// A dense row-major matrix as a factor: its lines are its rows, or its columns.
+static Factor rows_of(const void *x, int columns, DType dtype) {
+    return (Factor){.x = x, .line = (size_t)columns, .depth = 1, .dtype = dtype};
 }
-
-// The columns c … c+n-1 of a (rows, C) matrix as a dense (rows, n) one.
-static void copy_columns(void *out, const void *x, int rows, int C, int c, int n, DType dtype) {
-    for (int row = 0; row < rows; row++)
-        memcpy(at_mutable(out, (size_t)row * n, dtype), at(x, (size_t)row * C + c, dtype),
-               (size_t)n * dtype_size(dtype));
+static Factor columns_of(const void *x, int columns, DType dtype) {
+    return (Factor){.x = x, .line = 1, .depth = (size_t)columns, .dtype = dtype};
 }
-
-// out (C, OC), fp32, = xᵀ · y with x (N, C) and y (N, OC), or += when accumulate: a tile of x's columns at a time.
-static void product_of_columns(Ops *ops, float *out, const void *x, const void *y, int N, int C, int OC,
-                               bool accumulate, DType dtype) {
-    int tile = tile_columns(C), rows = least(N, PRODUCT_ROWS);
-    ColumnProducts products = column_products(ops, tile, N, C, OC, accumulate, dtype);
-    size_t columns_bytes = aligned((size_t)rows * tile * dtype_size(dtype)),
-           each = columns_bytes + products.scratch;
-    char *scratch = ops_scratch(ops, (size_t)ops->threads * each);
-    ops->flops += 2.0 * N * C * OC;
-    if (ops->rehearsal) return;
-    PARALLEL_FOR_DYNAMIC
-    for (int c = 0; c < C; c += tile) {
-        int thread = omp_get_thread_num(), n = least(tile, C - c);
-        char *columns = scratch + (size_t)thread * each;
-        for (int row = 0; row < N; row += rows) {
-            int count = least(rows, N - row);
-            copy_columns(columns, at(x, (size_t)row * C, dtype), count, C, c, n, dtype);
-            product_run(ops->products, products.number[n < tile][count < rows][row > 0], thread,
-                        out + (size_t)c * OC, columns, at(y, (size_t)row * OC, dtype), NULL,
-                        columns + columns_bytes);
-        }
-    }
+static Target dense(void *x, int columns, DType dtype) {
+    return (Target){.x = x, .stride = (size_t)columns, .dtype = dtype};
 }
 
 // out (columns) = column sums of x (N, columns)
@@ -313,24 +244,28 @@ static void column_sums(Ops *ops, float *out, const void *x, int N, int columns,
 
 void linear_forward(Ops *ops, void *out, const void *x, const void *w, const void *b, int N, int C, int OC,
                     DType dtype) {
-    product_by_rows(ops, out, x, w, b, N, C, OC, false, dtype);
+    Target target = dense(out, OC, dtype);
+    target.bias = b;
+    multiply(ops, target, rows_of(x, C, dtype), columns_of(w, OC, dtype), N, OC, C);
 }
 
 void linear_backward(Ops *ops, void *dx, float *dw, float *db, const void *dout, const void *x, const void *w,
                      int N, int C, int OC, DType dtype) {
     column_sums(ops, db, dout, N, OC, dtype);
-    product_of_columns(ops, dw, x, dout, N, C, OC, false, dtype);
-    if (dx) product_by_rows(ops, dx, dout, w, NULL, N, OC, C, true, dtype);
+    multiply(ops, dense(dw, OC, F32), columns_of(x, C, dtype), columns_of(dout, OC, dtype), C, OC, N);
+    if (dx) multiply(ops, dense(dx, C, dtype), rows_of(dout, OC, dtype), rows_of(w, OC, dtype), N, C, OC);
 }
 
 void unembed_forward(Ops *ops, void *logits, const void *x, const void *wte, int N, int C, int Vp, DType dtype) {
-    product_by_rows(ops, logits, x, wte, NULL, N, C, Vp, true, dtype);
+    multiply(ops, dense(logits, Vp, dtype), rows_of(x, C, dtype), rows_of(wte, C, dtype), N, Vp, C);
 }
 
 void unembed_backward(Ops *ops, void *dx, float *dwte, const void *dlogits, const void *x, const void *wte, int N,
                       int C, int Vp, bool accumulate, DType dtype) {
-    product_of_columns(ops, dwte, dlogits, x, N, Vp, C, accumulate, dtype);
-    product_by_rows(ops, dx, dlogits, wte, NULL, N, Vp, C, false, dtype);
+    Target target = dense(dwte, C, F32);
+    target.accumulate = accumulate;
+    multiply(ops, target, columns_of(dlogits, Vp, dtype), columns_of(x, C, dtype), Vp, C, N);
+    multiply(ops, dense(dx, C, dtype), rows_of(dlogits, Vp, dtype), columns_of(wte, C, dtype), N, C, Vp);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

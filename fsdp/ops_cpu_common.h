@@ -12,12 +12,14 @@
 #include "ops_cpu_products.h"
 #include <math.h>   // INFINITY
 #include <string.h> // memcpy
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 
 struct Ops {
     Device *device;
     int threads;
     bool rehearsal; // find out the scratch, compute nothing
-    Products *products;
     double flops;
 };
 
@@ -89,6 +91,9 @@ static inline void row_stored(void *array, size_t first, int n, DType dtype, con
 // a·b + c, rounded once: always, on every processor, since it is asked for by name.
 static inline float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
+// LANES floats at any address, as one value: the compiler makes registers of them.
+typedef float Lanes __attribute__((vector_size(LANES * sizeof(float)), aligned(4), may_alias));
+
 static inline float lanes_joined(float *lane) {
     for (int half = LANES / 2; half > 0; half /= 2)
         for (int j = 0; j < half; j++) lane[j] += lane[j + half];
@@ -96,41 +101,58 @@ static inline float lanes_joined(float *lane) {
 }
 
 static inline float row_sum(const float *x, int n) {
-    float lane[LANES] = {0};
+    float lane[LANES];
+    Lanes sum = {0};
     int i = 0;
-    for (; i + LANES <= n; i += LANES)
-        for (int j = 0; j < LANES; j++) lane[j] += x[i + j];
+    for (; i + LANES <= n; i += LANES) sum += *(const Lanes *)(x + i);
+    *(Lanes *)lane = sum;
     for (int j = 0; i + j < n; j++) lane[j] += x[i + j];
     return lanes_joined(lane);
 }
 
 static inline float row_dot(const float *x, const float *y, int n) {
-    float lane[LANES] = {0};
+    float lane[LANES];
     int i = 0;
+#ifdef __AVX512F__
+    __m512 sum = _mm512_setzero_ps();
+    for (; i + LANES <= n; i += LANES) sum = _mm512_fmadd_ps(_mm512_loadu_ps(x + i), _mm512_loadu_ps(y + i), sum);
+    _mm512_storeu_ps(lane, sum);
+#else
+    for (int j = 0; j < LANES; j++) lane[j] = 0;
     for (; i + LANES <= n; i += LANES)
         for (int j = 0; j < LANES; j++) lane[j] = fused(x[i + j], y[i + j], lane[j]);
+#endif
     for (int j = 0; i + j < n; j++) lane[j] = fused(x[i + j], y[i + j], lane[j]);
     return lanes_joined(lane);
 }
 
 static inline float row_max(const float *x, int n) {
-    float lane[LANES];
+    typedef int32_t Bits __attribute__((vector_size(LANES * sizeof(int32_t))));
+    float most = x[0];
     int i = 0;
-    for (int j = 0; j < LANES; j++) lane[j] = -INFINITY;
-    for (; i + LANES <= n; i += LANES)
-        for (int j = 0; j < LANES; j++) lane[j] = x[i + j] > lane[j] ? x[i + j] : lane[j];
-    for (int j = 0; i + j < n; j++) lane[j] = x[i + j] > lane[j] ? x[i + j] : lane[j];
-    for (int j = 1; j < LANES; j++) lane[0] = lane[j] > lane[0] ? lane[j] : lane[0];
-    return lane[0];
+    if (n >= LANES) {
+        float lane[LANES];
+        Lanes max = *(const Lanes *)x;
+        for (i = LANES; i + LANES <= n; i += LANES) {
+            Lanes next = *(const Lanes *)(x + i);
+            Bits larger = next > max;
+            max = (Lanes)(((Bits)next & larger) | ((Bits)max & ~larger));
+        }
+        *(Lanes *)lane = max;
+        for (int j = 0; j < LANES; j++) most = lane[j] > most ? lane[j] : most;
+    }
+    for (; i < n; i++) most = x[i] > most ? x[i] : most;
+    return most;
 }
 
 // e^x to about 1 unit in the last place, as arithmetic that vectorises. x = n·ln 2 + r with |r| ≤ ln 2 / 2, ln 2 in two
 // pieces so that r is nearly exact (Cody and Waite); e^r by its Taylor polynomial of degree 7, whose rest is below 2^-27;
-// 2^n by the exponent's bits. Below -87.3 the result is 0 instead of a subnormal, above 88.7 it is infinity.
+// 2^n by the exponent's bits. Below -87 the result is 0 instead of a subnormal, above 88.7 it is infinity.
 static inline float exp_float(float x) {
-    const float magic = 12582912.0f; // 1.5 · 2^23: adding it rounds to an integer
-    float clamped = x < -88.0f ? -88.0f : x > 89.0f ? 89.0f : x;
-    float n = fused(clamped, 1.44269504f, magic) - magic;
+    const float magic = 12582912.0f; // 1.5 · 2^23: adding it rounds to an integer, which the lowest bits then are
+    // In these words a processor's maximum and minimum do it, and a not-a-number stays one.
+    float above = -87.5f > x ? -87.5f : x, clamped = 89.0f < above ? 89.0f : above;
+    float shifted = fused(clamped, 1.44269504f, magic), n = shifted - magic;
     float r = fused(n, 2.12194440e-4f, fused(n, -0.693359375f, clamped));
     float p = fused(r, 1.0f / 5040, 1.0f / 720);
     p = fused(p, r, 1.0f / 120);
@@ -139,10 +161,8 @@ static inline float exp_float(float x) {
     p = fused(p, r, 0.5f);
     p = fused(p, r, 1.0f);
     p = fused(p, r, 1.0f);
-    // 2^n as 2 · 2^(n-1), since n may be 128.
-    float y = 2 * p * float_of((uint32_t)((int)n + 126) << 23);
-    y = x < -87.3f ? 0.0f : y;
-    return x != x ? x : y;
+    // 2^n as 2 · 2^(n-1), since n may be 128. At n = -126, the least, 2^(n-1) has no bits: 0.
+    return 2 * p * float_of((bits_of(shifted) + 126) << 23);
 }
 
 #endif

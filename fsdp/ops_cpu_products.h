@@ -1,38 +1,58 @@
-// Matrix products for ops on a CPU: oneDNN, one thread at a time. Only ops_cpu*.c include this.
+// Matrix products for ops on a CPU. Only ops_cpu*.c and attention_cpu.c include this.
 //
-// A Product is a description; products_find makes (once) a oneDNN primitive for it that computes in the calling thread
-// alone. Parallelism is ours: ops cut their outputs into tiles of fixed size and give each to one thread. So no bit of a
-// result can depend on the number of threads, which oneDNN's own division of work does not promise: with 8 threads and
-// more it splits long sums in other places than with 2.
+//     c (M, N) = a (M, K) · b (K, N)
 //
-// All matrices are dense and row-major: a (M, K), or stored (K, M) when a_transposed; b (K, N), or stored (N, K) when
-// b_transposed; c (M, N). Strided matrices would take oneDNN to slower code that allocates memory in every call.
+// The rows of a and the columns of b are its `lines`: a line is K numbers deep, and c holds the products of every line
+// of a with every line of b. Lines are packed first: so many side by side as fit the registers, in the order in which
+// they are read, padded with zeros. Then every product is the same loop over packed memory, however a and b lie.
+//
+//     a, packed          b, packed: ┌──┬──┬──┐          three kernels do the innermost work:
+//     ┌────────┐                    │  │  │  │              bf16 on AMX       32 × 32 lines a time
+//     ├────────┤ strips             │  │  │  │ panels       fp32              as many as the registers hold
+//     ├────────┤                    └──┴──┴──┘              bf16 elsewhere    widened while packing, then as fp32
+//     └────────┘
+//
+// Every element of c is one sum over k = 0 … K-1 in this order, in fp32, in runs of a fixed depth (RUN, see the source).
+// Where an element lies, how c is cut and how many threads there are changes no bit of it.
 #ifndef FSDP_OPS_CPU_PRODUCTS_H
 #define FSDP_OPS_CPU_PRODUCTS_H
 
 #include "device.h"
 
+// One factor: element k of line i is x[i · line + k · depth]. One of the two strides is 1.
 typedef struct {
-    int M, N, K;
-    bool a_transposed, b_transposed;
-    bool bias;       // c += bias (N), of type in
-    bool accumulate; // c += what was there
-    DType in, out;   // of a, b and bias; of c
-} Product;
+    const void *x;
+    size_t line, depth;
+    DType dtype;
+} Factor;
 
-typedef struct Products Products;
+// Where a product goes: element (i, j) is x[i · stride + j].
+typedef struct {
+    void *x;
+    size_t stride;
+    DType dtype;
+    const void *bias; // NULL, or added to every row, of type dtype
+    bool accumulate;  // added to what is there; fp32 only
+} Target;
 
-Products *products_open(int threads);
-void products_close(Products *products);
+// Asks the processor and the system what there is. Before any thread multiplies.
+void products_open(void);
 
-// Makes the product ready and returns its number, for product_run.
-int products_find(Products *products, Product product);
+// c = a · b with all threads. Scratch: product_scratch bytes.
+void product(Target c, Factor a, Factor b, int M, int N, int K, int threads, void *scratch);
+size_t product_scratch(int M, int N, int K, DType dtype, int threads);
 
-// Bytes of scratch that product_run needs.
-size_t product_scratch(const Products *products, int number);
+// The same in one thread, in two steps: what is packed can be used again, and from the first lines and depths of it only.
+enum Side { LEFT, RIGHT };
+typedef struct {
+    const void *x;
+    int lines, depth;
+    enum Side side;
+    bool amx;
+} Packed;
 
-// c = a · b (+ bias) (+ c) in the calling thread, which is number `thread` of the region.
-void product_run(Products *products, int number, int thread, void *c, const void *a, const void *b,
-                 const void *bias, void *scratch);
+size_t packed_bytes(enum Side side, int lines, int depth, DType dtype);
+Packed pack(void *memory, enum Side side, Factor from, int lines, int depth); // memory: packed_bytes, aligned
+void packed_product(Target c, Packed a, Packed b, int M, int N, int K);
 
 #endif

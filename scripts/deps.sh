@@ -3,6 +3,7 @@
 #
 #   scripts/deps.sh        what everyone needs
 #   scripts/deps.sh kjv    also the program `bible`, whose text `make run DATA=kjv` trains on
+#   scripts/deps.sh onednn also oneDNN, which `make bench` measures itself against
 #
 # It looks for the compiler, headers, libraries and programs themselves, so what was installed by other means counts.
 # With apt-get and the rights to use it the missing packages are installed; elsewhere the command is printed.
@@ -40,7 +41,7 @@ have() {
             -lcmocka
         ;;
     kjv) there bible ;;
-    *) echo "usage: scripts/deps.sh [kjv]" >&2 && exit 2 ;;
+    *) echo "usage: scripts/deps.sh [kjv] [onednn]" >&2 && exit 2 ;;
     esac
 }
 
@@ -76,7 +77,7 @@ package() {
     esac
 }
 
-needed=(compiler openmp make mpi mpirun onednn jansson random123 cmocka "$@")
+needed=(compiler openmp make mpi mpirun jansson random123 cmocka "$@")
 
 # Sets missing: the names of what is needed and not there.
 look() {
