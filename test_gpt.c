@@ -662,7 +662,7 @@ static void test_plan_124m(void **state) {
         {"gradient", 124475904},      //
         {"bf16 slices", 42527232},    // 2 · 12·1771968
         {"partial sums", 0},          // one micro-step
-        {"exchange", 28351488},       // 4 · 4·1771968
+        {"exchange", 4194304},        // 4 · two parts of 2^19
         {"slots", 28351488},          // 2 · 2·7087872
         {"root", 78842880},           // 2 · 39421440
         {"root gradient", 157685760}, // 4 · 39421440

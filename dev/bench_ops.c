@@ -202,10 +202,10 @@ static void cubes(int threads) {
         printf("%-5s oneDNN, 2048, 3072 and 4096 cubed:", dtype == BF16 ? "bf16" : "fp32");
         for (int size = 2048; size <= 4096; size += 1024) {
             Device *device = device_open(NULL);
-            Cube cube = cube_open(device, size, (DType)dtype);
+            Cube cube = cube_open(device, size, (DType)dtype, threads);
             double best = 0;
             for (int i = 0; i < 6; i++) { // the first one warms up
-                double rate = cube_run(&cube, threads);
+                double rate = cube_run(&cube);
                 if (i > 0 && rate > best) best = rate;
             }
             printf(" %.0f", best / 1e9);

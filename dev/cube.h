@@ -11,7 +11,7 @@
 
 // A product of two (size, size), made ready to run; cube_close frees it. device holds the memory.
 typedef struct {
-    int size;
+    int size, threads;
     dnnl_engine_t engine;
     dnnl_stream_t stream;
     dnnl_primitive_t primitive;
@@ -39,9 +39,10 @@ static dnnl_primitive_desc_t cube_describe(dnnl_memory_desc_t *shape, int size, 
 }
 
 // The factors are zeros, of which a product takes no less time.
-static Cube cube_open(Device *device, int size, DType dtype) {
-    Cube cube = {.size = size};
+static Cube cube_open(Device *device, int size, DType dtype, int threads) {
+    Cube cube = {.size = size, .threads = threads};
     dnnl_memory_desc_t shape;
+    omp_set_num_threads(threads); // oneDNN divides the work when it prepares it
     cube_check(dnnl_engine_create(&cube.engine, dnnl_cpu, 0));
     cube_check(dnnl_stream_create(&cube.stream, cube.engine, dnnl_stream_default_flags));
     dnnl_primitive_desc_t made = cube_describe(&shape, size, dtype == BF16 ? dnnl_bf16 : dnnl_f32, cube.engine);
@@ -55,6 +56,7 @@ static Cube cube_open(Device *device, int size, DType dtype) {
         cube_check(dnnl_memory_create(&cube.memory[i], &shape, cube.engine, x));
 #endif
     }
+    omp_set_num_threads(1);
     return cube;
 }
 
@@ -66,11 +68,11 @@ static void cube_close(Cube *cube) {
 }
 
 // FLOP/s of one product.
-static double cube_run(const Cube *cube, int threads) {
+static double cube_run(const Cube *cube) {
     struct timespec begin, end;
     const dnnl_exec_arg_t arguments[] = {
         {DNNL_ARG_SRC, cube->memory[0]}, {DNNL_ARG_WEIGHTS, cube->memory[1]}, {DNNL_ARG_DST, cube->memory[2]}};
-    omp_set_num_threads(threads);
+    omp_set_num_threads(cube->threads);
     clock_gettime(CLOCK_MONOTONIC, &begin);
     cube_check(dnnl_primitive_execute(cube->primitive, cube->stream, 3, arguments));
     cube_check(dnnl_stream_wait(cube->stream));

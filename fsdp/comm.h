@@ -64,8 +64,8 @@ void comm_phase(Comm *comm, const char *phase);
 void comm_all_gather(Comm *comm, void *all, const void *slice, size_t bytes);
 
 // Each rank's leaf, of dtype, holds a piece of count elements for every rank p, at p · stride. sum (count), in fp32: the
-// sum along the tree, over all ranks, of the pieces for this one. exchange: ranks × count elements of scratch, into which
-// the others' pieces come. partials[0 … carries-1], if any, are then added as a binary counter carries:
+// sum along the tree, over all ranks, of the pieces for this one. exchange: scratch of comm_exchange_elements, into which the
+// others' pieces come, a part at a time. partials[0 … carries-1], if any, are then added as a binary counter carries:
 // sum = partials[carries-1] + ( … + (partials[0] + tree)). sum may be one of the partials, or this rank's own piece of an
 // fp32 leaf.
 typedef struct {
@@ -77,6 +77,7 @@ typedef struct {
     const float *partials[32];
     int carries;
 } CommReduce;
+size_t comm_exchange_elements(int ranks, size_t count); // that it needs for a count up to this
 void comm_reduce_scatter(Comm *comm, const CommReduce *reduce);
 
 // In place over count elements; exact and independent of order for each CommOp (F64_SUM only when at most one rank's

@@ -17,6 +17,10 @@
 
 enum { TAG_EXCHANGE = 1, TAG_GROUP, UNIT_BYTES = 64 };
 
+// A reduction's exchange goes in parts, two of them under way. Together the ranks' parts have EXCHANGE elements: enough to
+// keep a network busy, few enough to be added up while they are in the cache.
+enum { EXCHANGE = 1 << 19, LEAST_PART = 1 << 12, PARTS = 2 };
+
 struct Comm {
     Device *device;
     MPI_Comm mpi;
@@ -25,7 +29,8 @@ struct Comm {
     const char *phase;
     Stream *stream;
     Event *done;           // for the calls that wait
-    MPI_Request *requests; // 2 · ranks, of the collective at work
+    MPI_Request *requests; // 2 · PARTS · ranks, of the collective at work
+    const char **leaves;   // (ranks)  where the parts to be added lie
     CommTraffic traffic;
 };
 
@@ -186,8 +191,9 @@ static Comm *comm_over(Device *device, const char *name, MPI_Comm mpi, double ti
     MPI_Comm_size(mpi, &ranks);
     Comm *comm = comm_new(device, name, rank, ranks, timeout);
     comm->mpi = mpi;
-    comm->requests = (MPI_Request *)calloc(2 * (size_t)ranks, sizeof(MPI_Request));
-    if (!comm->requests) die(EXIT_CODE_FAILURE, NULL, "out of memory");
+    comm->requests = (MPI_Request *)calloc(2 * PARTS * (size_t)ranks, sizeof(MPI_Request));
+    comm->leaves = (const char **)calloc((size_t)ranks, sizeof(char *));
+    if (!comm->requests || !comm->leaves) die(EXIT_CODE_FAILURE, NULL, "out of memory");
     return comm;
 }
 
@@ -230,6 +236,7 @@ void comm_close(Comm *comm) {
         MPI_Comm_free(&comm->mpi);
     }
     free(comm->requests);
+    free(comm->leaves);
     free(comm);
 }
 
@@ -250,10 +257,11 @@ typedef struct {
     Comm *comm;
     const char *phase;
     double begun; // 0: not yet
+    int first;    // of the requests to be tested
     int requests; // started and not yet done
 } Task;
 
-static Task task_of(Comm *comm) { return (Task){.comm = comm, .phase = comm->phase, .begun = 0, .requests = 0}; }
+static Task task_of(Comm *comm) { return (Task){.comm = comm, .phase = comm->phase}; }
 
 // True on the first call of a task.
 static bool task_begins(Task *task) {
@@ -266,7 +274,7 @@ static bool task_begins(Task *task) {
 static bool task_tested(Task *task) {
     int done = 1;
     if (task->requests == 0) return true;
-    MPI_Testall(task->requests, task->comm->requests, &done, MPI_STATUSES_IGNORE);
+    MPI_Testall(task->requests, task->comm->requests + task->first, &done, MPI_STATUSES_IGNORE);
     if (!done && now() - task->begun > task->comm->timeout)
         die(EXIT_CODE_FAILURE, "look for a rank that died or hangs; a slow network needs a larger --comm-timeout",
             "%s has not ended after %g s (rank %d on %s)", task->phase, task->comm->timeout, task->comm->rank,
@@ -307,6 +315,38 @@ void comm_all_gather(Comm *comm, void *all, const void *slice, size_t bytes) {
     stream_submit(comm->stream, gather_poll, &gather, sizeof gather);
 }
 
+typedef struct {
+    Task task;
+    CommReduce reduce;
+    size_t part;            // elements
+    size_t started, summed; // parts
+} ReduceTask;
+
+static size_t part_most(int ranks, size_t count) {
+    size_t part = EXCHANGE / (size_t)ranks > LEAST_PART ? EXCHANGE / (size_t)ranks : (size_t)LEAST_PART;
+    return count < part ? count : part;
+}
+
+size_t comm_exchange_elements(int ranks, size_t count) {
+    size_t part = part_most(ranks, count);
+    return (size_t)ranks * part * (count > part ? PARTS : 1);
+}
+
+static const char *element(const void *array, size_t i, DType dtype) {
+    return (const char *)array + i * dtype_size(dtype);
+}
+
+static size_t part_count(const ReduceTask *task, size_t part) {
+    size_t left = task->reduce.count - part * task->part;
+    return left < task->part ? left : task->part;
+}
+
+// Where rank r's leaf for this rank comes in.
+static char *part_place(const ReduceTask *task, size_t part, int r) {
+    size_t place = (part % PARTS) * (size_t)task->task.comm->ranks + (size_t)r;
+    return (char *)task->reduce.exchange + place * task->part * dtype_size(task->reduce.dtype);
+}
+
 // Sums a block of all ranks' leaves along the tree, like a binary counter that counts the ranks: adding leaf r carries
 // as often as r has ones at its end. A last pass joins what an absent rank would have been added to.
 enum { BLOCK = 512, LEVELS = 32 };
@@ -315,15 +355,9 @@ static void add_block(float *sum, const float *left, size_t count) {
     for (size_t i = 0; i < count; i++) sum[i] = left[i] + sum[i];
 }
 
-static const char *element(const void *array, size_t i, DType dtype) {
-    return (const char *)array + i * dtype_size(dtype);
-}
-
-// A block of rank r's leaf, as fp32.
-static void leaf_block(float *block, const CommReduce *reduce, int rank, int r, size_t first, size_t count) {
-    const char *leaf = r == rank ? element(reduce->leaf, (size_t)rank * reduce->stride + first, reduce->dtype)
-                                 : element(reduce->exchange, (size_t)r * reduce->count + first, reduce->dtype);
-    if (reduce->dtype == F32) {
+// As fp32.
+static void read_block(float *block, const char *leaf, size_t count, DType dtype) {
+    if (dtype == F32) {
         memcpy(block, leaf, count * sizeof(float));
         return;
     }
@@ -333,11 +367,13 @@ static void leaf_block(float *block, const CommReduce *reduce, int rank, int r, 
     }
 }
 
-static void tree_sum_block(const CommReduce *reduce, int rank, int ranks, size_t first, size_t count) {
+// leaves: where each rank's part begins, which is element `begin` of the sum; first: of the block within it.
+static void tree_sum_block(const CommReduce *reduce, const char **leaves, int ranks, size_t begin, size_t first,
+                           size_t count) {
     float level[LEVELS][BLOCK], sum[BLOCK];
     for (int r = 0; r < ranks; r++) {
         int l = 0;
-        leaf_block(sum, reduce, rank, r, first, count);
+        read_block(sum, element(leaves[r], first, reduce->dtype), count, reduce->dtype);
         for (; r >> l & 1; l++) add_block(sum, level[l], count);
         if (r + 1 < ranks)
             memcpy(level[l], sum, count * sizeof(float));
@@ -345,48 +381,54 @@ static void tree_sum_block(const CommReduce *reduce, int rank, int ranks, size_t
             for (; l < LEVELS && r >> l; l++)
                 if (r >> l & 1) add_block(sum, level[l], count);
     }
-    for (int c = 0; c < reduce->carries; c++) add_block(sum, reduce->partials[c] + first, count);
-    memcpy(reduce->sum + first, sum, count * sizeof(float));
+    for (int c = 0; c < reduce->carries; c++) add_block(sum, reduce->partials[c] + begin + first, count);
+    memcpy(reduce->sum + begin + first, sum, count * sizeof(float));
 }
 
-typedef struct {
-    Task task;
-    CommReduce reduce;
-} ReduceTask;
+static void part_sum(const ReduceTask *task, size_t part) {
+    const CommReduce *reduce = &task->reduce;
+    const int rank = task->task.comm->rank, ranks = task->task.comm->ranks;
+    const char **leaves = task->task.comm->leaves;
+    size_t begin = part * task->part, count = part_count(task, part);
+    for (int r = 0; r < ranks; r++) leaves[r] = part_place(task, part, r);
+    leaves[rank] = element(reduce->leaf, (size_t)rank * reduce->stride + begin, reduce->dtype);
+    for (size_t first = 0; first < count; first += BLOCK)
+        tree_sum_block(reduce, leaves, ranks, begin, first, count - first < BLOCK ? count - first : (size_t)BLOCK);
+}
 
-static void exchange_start(ReduceTask *task) {
+// Sends every other rank its part and receives theirs for this one.
+static void part_start(const ReduceTask *task, size_t part) {
     Comm *comm = task->task.comm;
     const CommReduce *reduce = &task->reduce;
-    size_t bytes = reduce->count * dtype_size(reduce->dtype);
-    bool units = bytes % UNIT_BYTES == 0;
-    MPI_Datatype type = units ? unit_type : MPI_BYTE;
-    int count = (int)(units ? bytes / UNIT_BYTES : bytes), n = 0;
+    MPI_Request *requests = comm->requests + (part % PARTS) * 2 * (size_t)comm->ranks;
+    int bytes = (int)(part_count(task, part) * dtype_size(reduce->dtype));
     for (int i = 1; i < comm->ranks; i++) {
         int from = (comm->rank + comm->ranks - i) % comm->ranks, to = (comm->rank + i) % comm->ranks;
-        MPI_Irecv((char *)reduce->exchange + (size_t)from * bytes, count, type, from, TAG_EXCHANGE, comm->mpi,
-                  &comm->requests[n++]);
-        MPI_Isend(element(reduce->leaf, (size_t)to * reduce->stride, reduce->dtype), count, type, to, TAG_EXCHANGE,
-                  comm->mpi, &comm->requests[n++]);
+        MPI_Irecv(part_place(task, part, from), bytes, MPI_BYTE, from, TAG_EXCHANGE, comm->mpi, requests++);
+        MPI_Isend(element(reduce->leaf, (size_t)to * reduce->stride + part * task->part, reduce->dtype), bytes,
+                  MPI_BYTE, to, TAG_EXCHANGE, comm->mpi, requests++);
     }
-    task->task.requests = n;
 }
 
 static bool reduce_poll(void *argument) {
     ReduceTask *task = (ReduceTask *)argument;
-    const CommReduce *reduce = &task->reduce;
-    if (task_begins(&task->task)) exchange_start(task);
-    if (!task_tested(&task->task)) return false;
-    for (size_t first = 0; first < reduce->count; first += BLOCK) {
-        size_t left = reduce->count - first;
-        tree_sum_block(reduce, task->task.comm->rank, task->task.comm->ranks, first, left < BLOCK ? left : BLOCK);
+    const size_t parts = (task->reduce.count + task->part - 1) / task->part;
+    const int ranks = task->task.comm->ranks;
+    task_begins(&task->task);
+    task->task.requests = 2 * (ranks - 1);
+    while (task->summed < parts) {
+        for (; task->started < parts && task->started < task->summed + PARTS; task->started++)
+            part_start(task, task->started);
+        task->task.first = (int)(task->summed % PARTS) * 2 * ranks;
+        if (!task_tested(&task->task)) return false;
+        part_sum(task, task->summed++);
     }
     return true;
 }
 
 void comm_reduce_scatter(Comm *comm, const CommReduce *reduce) {
-    ReduceTask task = {.task = task_of(comm), .reduce = *reduce};
+    ReduceTask task = {.task = task_of(comm), .reduce = *reduce, .part = part_most(comm->ranks, reduce->count)};
     comm->traffic.reduced += (double)(comm->ranks - 1) * (double)(reduce->count * dtype_size(reduce->dtype));
-    assert(reduce->count * dtype_size(reduce->dtype) < (size_t)UNIT_BYTES << 31);
     stream_submit(comm->stream, reduce_poll, &task, sizeof task);
 }
 

@@ -61,10 +61,8 @@ struct Fsdp {
     size_t elements, slice_elements; // of all units
     int partial_count;
 
-    void *exchange; // ranks · exchange_count of reduce_dtype, or of fp32 for gradients that were kept
-    size_t exchange_count;
-    float *replica_exchange; // replicas · replica_count
-    size_t replica_count;
+    void *exchange;          // of reduce_dtype, or of fp32 for gradients that were kept
+    float *replica_exchange; // between replicas
 
     Slot *slots; // slot 0 is the root's; slot u is unit u's when parameters are kept
     int slot_count;
@@ -159,13 +157,10 @@ static void units_lay_out(Fsdp *f) {
     }
 }
 
-// The largest layer's elements: of the whole, or of a slice. Without layers, the root's.
-static size_t largest_layer(const Fsdp *f, bool slice) {
+static size_t largest_layer(const Fsdp *f) {
     size_t most = 0;
-    for (int u = f->count > 1 ? 1 : FSDP_ROOT; u < f->count; u++) {
-        size_t n = slice ? f->places[u].slice : f->places[u].size;
-        if (n > most) most = n;
-    }
+    for (int u = 1; u < f->count; u++)
+        if (f->places[u].size > most) most = f->places[u].size;
     return most;
 }
 
@@ -190,7 +185,7 @@ static void slots_take(Fsdp *f) {
             slot->memory =
                 device_alloc(f->device, f->strategy.keep_params ? "parameters" : "root", f->places[s].size * size);
         else
-            slot->memory = device_alloc(f->device, "slots", largest_layer(f, false) * size);
+            slot->memory = device_alloc(f->device, "slots", largest_layer(f) * size);
     }
 }
 
@@ -227,13 +222,16 @@ static void exchanges_take(Fsdp *f) {
         slot->reduced = event_create(f->device, "slot reduced");
         slot->shared.name = s == FSDP_ROOT ? "root gradient" : "gradient slot";
         slot->memory = take_floats(f, s == FSDP_ROOT ? "root gradient" : "gradient slots",
-                                   s == FSDP_ROOT ? f->places[FSDP_ROOT].size : largest_layer(f, false));
+                                   s == FSDP_ROOT ? f->places[FSDP_ROOT].size : largest_layer(f));
     }
-    f->exchange_count = largest_layer(f, true);
-    f->replica_count = f->exchange_count / replicas;
+    size_t most = 0;
+    for (int u = 0; u < f->count; u++)
+        if (f->places[u].slice > most) most = f->places[u].slice;
     if (f->ranks > 1)
-        f->exchange = device_alloc(f->device, "exchange", (size_t)f->ranks * f->exchange_count * dtype_size(leaf));
-    if (replicas > 1) f->replica_exchange = take_floats(f, "exchange", replicas * f->replica_count);
+        f->exchange =
+            device_alloc(f->device, "exchange", comm_exchange_elements(f->ranks, most) * dtype_size(leaf));
+    if (replicas > 1)
+        f->replica_exchange = take_floats(f, "exchange", comm_exchange_elements((int)replicas, most / replicas));
 }
 
 // Groups of consecutive ranks, and, across them, those that own the same slices.
@@ -481,23 +479,18 @@ float *fsdp_grad(Fsdp *f, int unit) {
     return counter_step(f, place).sum;
 }
 
-// Cuts the gradient over the group, in pieces of at most a layer's slice, so that the root needs no larger exchange than a
-// layer. step: the partial sums to be added.
+// Cuts the gradient over the group. step: the partial sums to be added.
 static void reduce_group(Fsdp *f, Place *place, const void *leaf, DType dtype, const CounterStep *step) {
-    const size_t most = f->exchange_count;
+    CommReduce reduce = {.sum = step->sum,
+                         .leaf = leaf,
+                         .dtype = dtype,
+                         .count = place->slice,
+                         .stride = place->slice,
+                         .exchange = f->exchange,
+                         .carries = step->carries};
+    for (int c = 0; c < step->carries; c++) reduce.partials[c] = step->partials[c];
     comm_phase(f->group, place->reduce_phase);
-    for (size_t first = 0; first < place->slice; first += most) {
-        size_t left = place->slice - first;
-        CommReduce reduce = {.sum = step->sum + first,
-                             .leaf = (const char *)leaf + first * dtype_size(dtype),
-                             .dtype = dtype,
-                             .count = left < most ? left : most,
-                             .stride = place->slice,
-                             .exchange = f->exchange,
-                             .carries = step->carries};
-        for (int c = 0; c < step->carries; c++) reduce.partials[c] = step->partials[c] + first;
-        comm_reduce_scatter(f->group, &reduce);
-    }
+    comm_reduce_scatter(f->group, &reduce);
     event_record(f->reduced, comm_stream(f->group));
 }
 
@@ -535,20 +528,18 @@ static void reduce_kept(Fsdp *f, Place *place, bool last) {
 // All replicas get the sum of their slices: each adds up a piece of it, then the pieces are gathered.
 static void reduce_replicas(Fsdp *f, Place *place) {
     Stream *stream = comm_stream(f->replicas);
-    const size_t piece = place->slice / (size_t)f->strategy.replicas, most = f->replica_count;
+    const size_t piece = place->slice / (size_t)f->strategy.replicas;
     float *own = place->grad + (size_t)comm_rank(f->replicas) * piece;
     stream_wait(stream, f->ranks == 1 ? f->filled : f->reduced);
     stream_writes(stream, &place->grads, "reduction between replicas");
     comm_phase(f->replicas, place->replicate_phase);
-    for (size_t first = 0; first < piece; first += most) {
-        CommReduce reduce = {.sum = own + first,
-                             .leaf = place->grad + first,
-                             .dtype = F32,
-                             .count = piece - first < most ? piece - first : most,
-                             .stride = piece,
-                             .exchange = f->replica_exchange};
-        comm_reduce_scatter(f->replicas, &reduce);
-    }
+    CommReduce reduce = {.sum = own,
+                         .leaf = place->grad,
+                         .dtype = F32,
+                         .count = piece,
+                         .stride = piece,
+                         .exchange = f->replica_exchange};
+    comm_reduce_scatter(f->replicas, &reduce);
     comm_all_gather(f->replicas, place->grad, own, piece * sizeof(float));
     event_record(f->replicated, stream);
 }
