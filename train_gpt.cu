@@ -1260,7 +1260,7 @@ static void sharding_check(Settings *s, int ranks) {
 }
 
 // Blocks that make a unit of which each of F ranks sends at least a million elements, since networks reach their
-// bandwidth with messages of some MB (Zhao et al., arXiv 2304.11277, figure 2b); but at least four units, so that there is
+// bandwidth with messages of some MB (Zhao et al., arXiv 2304.11277, figure 2); but at least four units, so that there is
 // something to hide the traffic behind. A block has some 12·C² parameters.
 static int64_t unit_blocks_auto(const GPTConfig *config, int64_t F) {
     const int64_t block = 12 * (int64_t)config->C * config->C, most = config->L / 4 > 1 ? config->L / 4 : 1;
@@ -1402,6 +1402,18 @@ static void cores_say(Run *r, Comm *comm, Device *device) {
     free(cores);
 }
 
+static void sharding_say(const Run *r) {
+    static const char *const names[] = {"full", "grad", "optimizer", "none"};
+    const FsdpOptions *f = &r->run.sharding;
+    int replicas = r->ranks / f->shard_ranks;
+    log_say(r->log,
+            "shard %s over %d rank%s%s; units of %d block%s, prefetch %d; gradients accumulated %s, reduced in %s",
+            names[f->shard], f->shard_ranks, f->shard_ranks == 1 ? "" : "s", replicas > 1 ? ", in replicas" : "",
+            r->run.unit_blocks, r->run.unit_blocks == 1 ? "" : "s", f->prefetch,
+            f->unsharded || f->shard >= FSDP_OPTIMIZER ? "unsharded" : "sharded",
+            f->reduce_dtype == BF16 ? "bf16" : "fp32");
+}
+
 static void run_say(const Run *r, int64_t parameters) {
     const Settings *s = &r->settings;
     const GPTConfig *c = &r->config;
@@ -1422,6 +1434,7 @@ static void run_say(const Run *r, int64_t parameters) {
     log_say(r->log, "a step is %lld tokens: %d rank%s x %d micro-step%s x %d sequences of %d",
             (long long)s->total_batch, r->ranks, r->ranks == 1 ? "" : "s", r->run.sharding.micro_steps,
             r->run.sharding.micro_steps == 1 ? "" : "s", r->run.B, r->run.T);
+    sharding_say(r);
 }
 
 static void config_log(Run *r, int64_t parameters, size_t planned) {

@@ -648,6 +648,39 @@ static void waiting_is_counted(void **state) {
     device_close(device);
 }
 
+// Tasks under their label, what the main thread waits for, and nested spans of its own; what does not fit is lost.
+static void spans_are_kept(void **state) {
+    (void)state;
+    enum { MOST = 5 };
+    Device *device = device_open(NULL);
+    Stream *other = stream_open(device, "comm"), *compute = device_compute(device);
+    Event *slept = event_create(device, "slept");
+    const Span *spans;
+    device_trace(device, MOST);
+    int64_t outer = span_begin(compute, "forward", "h.3"), inner = span_begin(compute, "norm", NULL);
+    span_end(compute, inner);
+    stream_label(other, "gather of h.4");
+    sleep_submit(other, 20000);
+    event_record(slept, other);
+    stream_wait(compute, slept);
+    span_end(compute, outer);
+    assert_int_equal(device_spans(device, &spans), 4);
+    assert_string_equal(spans[0].unit, "h.3");
+    assert_true(spans[0].begin <= spans[1].begin && spans[1].end <= spans[0].end);
+    for (int i = 0; i < 4; i++) assert_true(spans[i].begin > 1e9 && spans[i].begin <= spans[i].end);
+    for (int i = 2; i < 4; i++) { // in either order
+        bool task = strcmp(spans[i].stream, "comm") == 0;
+        assert_string_equal(spans[i].phase, task ? "gather of h.4" : "wait");
+        assert_true(spans[i].end - spans[i].begin > (task ? 0.02 : 0.01) && spans[i].end <= spans[0].end);
+    }
+    assert_true(span_begin(compute, "update", NULL) == 4);
+    assert_true(span_begin(compute, "one too many", NULL) == -1);
+    assert_int_equal(device_spans(device, &spans), MOST);
+    assert_int_equal(device_arena_bytes(device, "trace"),
+                     MOST * sizeof(Span) / 64 * 64 + (MOST * sizeof(Span) % 64 ? 64 : 0));
+    device_close(device);
+}
+
 static void closing_finishes_the_work(void **state) {
     (void)state;
     enum { TASKS = 100 };
@@ -811,6 +844,7 @@ int main(void) {
         cmocka_unit_test(events_belong_to_one_stream),
         cmocka_unit_test(compute_takes_no_tasks),
         cmocka_unit_test(waiting_is_counted),
+        cmocka_unit_test(spans_are_kept),
         cmocka_unit_test(closing_finishes_the_work),
         cmocka_unit_test(devices_come_and_go),
         cmocka_unit_test(ordered_accesses_pass),
