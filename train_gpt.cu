@@ -229,6 +229,7 @@ typedef struct {
     float *export_piece;             // (EXPORT_PIECE)  when exporting
     RankTimes *times;                // (ranks)
     double *sums;                    // losses of the micro-batches of a step, or of one round of a validation
+    Shared losses;                   // the sums, to the checker of the streams' order
     Event *ready, *agreed;
 } GPT;
 
@@ -317,6 +318,7 @@ static GPT *gpt_open(Device *device, Comm *comm, GPTConfig config, GPTRun run) {
     if (run.tracing) device_trace(device, TRACE_SPANS);
     g->times = (RankTimes *)device_alloc_host(device, "batch", (size_t)comm_size(comm) * sizeof(RankTimes));
     g->sums = (double *)device_alloc_host(device, "batch", sums * sizeof(double));
+    g->losses.name = "losses";
     g->ready = event_create(device, "ready");
     g->agreed = event_create(device, "losses agreed");
     return g;
@@ -531,12 +533,16 @@ static double losses_sum(GPT *g, double *late) {
 
 // Makes the sums of all micro-batches known to all ranks: each was written by one rank and is 0 on the others.
 static void sums_agree(GPT *g, size_t count) {
-    event_record(g->ready, device_compute(g->device));
-    stream_wait(comm_stream(g->comm), g->ready);
+    Stream *compute = device_compute(g->device), *stream = comm_stream(g->comm);
+    stream_writes(compute, &g->losses, "sums of losses");
+    event_record(g->ready, compute);
+    stream_wait(stream, g->ready);
+    stream_writes(stream, &g->losses, "agreement on the losses");
     comm_phase(g->comm, "agreement on the losses");
     comm_all_reduce(g->comm, g->sums, count, COMM_F64_SUM);
-    event_record(g->agreed, comm_stream(g->comm));
+    event_record(g->agreed, stream);
     event_synchronize(g->agreed);
+    stream_reads(compute, &g->losses, "mean loss");
 }
 
 typedef struct {

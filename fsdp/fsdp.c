@@ -560,7 +560,7 @@ void fsdp_reduce(Fsdp *f, int unit) {
 // ---------------------------------------------------------------------------------------------------------------------
 // the optimizer's step
 
-// Agrees on small values that compute has written and will read.
+// Agrees on small values that compute has written, and it and the host will read.
 static void agree(Fsdp *f, void *values, size_t count, CommOp op) {
     Stream *compute = device_compute(f->device), *stream = comm_stream(f->group);
     stream_writes(compute, &f->agreement, "fsdp_norm");
@@ -572,36 +572,47 @@ static void agree(Fsdp *f, void *values, size_t count, CommOp op) {
     event_record(f->agreed, stream);
     stream_wait(compute, f->agreed);
     stream_reads(compute, &f->agreement, "fsdp_norm");
+    event_synchronize(f->agreed);
 }
 
+// The largest magnitude of all units, as bits; *unit: the first with one that is not finite.
+static uint32_t units_most(const Fsdp *f, const char **unit) {
+    uint32_t most = 0;
+    for (int u = f->count - 1; u >= 0; u--) {
+        if (f->bits[u] > most) most = f->bits[u];
+        if (f->bits[u] >= 0x7f800000) *unit = f->units[u].name;
+    }
+    return most;
+}
+
+// On a planning device everything but the memory is there: so the order of the streams is proven, too.
 double fsdp_norm(Fsdp *f, float clip, const char **unit) {
     Stream *compute = device_compute(f->device);
+    const bool planning = device_planning(f->device);
+    uint32_t *most = &f->bits[f->count];
     for (int u = 0; u < f->count; u++) {
         if (f->places[u].reduced != f->options.micro_steps) refuse(f, u, "was not reduced in every micro-step");
         f->places[u].reduced = 0;
     }
     stream_wait(compute, f->reduced);
     stream_wait(compute, f->replicated);
-    for (int u = 0; u < f->count; u++) stream_reads(compute, &f->places[u].grads, "fsdp_norm");
     f->normed = true;
-    if (device_planning(f->device)) return 0;
     int64_t span = span_begin(compute, "norm", NULL);
-    for (int u = 0; u <= f->count; u++) f->bits[u] = 0;
-    for (int u = 0; u < f->count; u++) absmax(f->ops, &f->bits[u], f->places[u].grad, f->places[u].slice);
-    agree(f, f->bits, (size_t)f->count, COMM_U32_MAX);
-    event_synchronize(f->agreed);
-    uint32_t *most = &f->bits[f->count];
-    for (int u = f->count - 1; u >= 0; u--) {
-        if (f->bits[u] > *most) *most = f->bits[u];
-        if (f->bits[u] >= 0x7f800000) *unit = f->units[u].name;
+    if (!planning) memset(f->bits, 0, ((size_t)f->count + 1) * sizeof *f->bits);
+    for (int u = 0; u < f->count; u++) {
+        stream_reads(compute, &f->places[u].grads, "fsdp_norm");
+        absmax(f->ops, &f->bits[u], f->places[u].grad, f->places[u].slice);
     }
-    f->sums[0] = f->sums[1] = 0;
+    agree(f, f->bits, (size_t)f->count, COMM_U32_MAX);
+    if (!planning) {
+        *most = units_most(f, unit);
+        f->sums[0] = f->sums[1] = 0;
+    }
     for (int u = 0; u < f->count; u++) sumsq(f->ops, f->sums, f->places[u].grad, f->places[u].slice, most);
     agree(f, f->sums, 2, COMM_I64_SUM);
     clip_scale(f->ops, f->scale, f->norm, f->sums, most, clip);
-    event_synchronize(f->agreed);
     span_end(compute, span);
-    return sumsq_root(f->sums, *most);
+    return planning ? 0 : sumsq_root(f->sums, *most);
 }
 
 // The pieces of a unit's tensors that lie in the rank's slice.
