@@ -128,7 +128,7 @@ other_compilers() {
 
 # suite BUILD: all that there is to test of a build.
 suite() {
-    local build=$1 singles='test_ops test_loader test_safetensors test_data test_device' several='test_comm test_fsdp test_gpt'
+    local build=$1 singles='test_ops test_loader test_safetensors test_data test_device test_order' several='test_comm test_fsdp test_gpt'
     local counts='1 2 3 4 8' name ranks
     case $build in
     build) ;;

@@ -354,6 +354,17 @@ static void strip_multiply(Sums sums, const Packed *a, int strip, const Packed *
     }
 }
 
+// Past the caches, which would have to read what is overwritten: outputs are much larger than they are.
+static inline void store_streaming(float *out, const float *sums, int columns) {
+#ifdef __AVX512F__
+    if (((uintptr_t)out & 63) == 0 && columns % 16 == 0) {
+        for (int j = 0; j < columns; j += 16) _mm512_stream_ps(out + j, _mm512_loadu_ps(sums + j));
+        return;
+    }
+#endif
+    memcpy(out, sums, (size_t)columns * sizeof(float));
+}
+
 // (rows, columns) of sums that lie `width` apart to their place.
 static inline void store_rows(const Target *c, size_t row, size_t column, const float *sums, int width, int rows,
                               int columns) {
@@ -367,7 +378,7 @@ static inline void store_rows(const Target *c, size_t row, size_t column, const 
         else
             memcpy(sum, sums, (size_t)columns * sizeof(float));
         if (c->dtype == F32)
-            memcpy((float *)c->x + first, sum, (size_t)columns * sizeof(float));
+            store_streaming((float *)c->x + first, sum, columns);
         else
             row_stored(c->x, first, columns, BF16, sum);
     }

@@ -1,0 +1,129 @@
+// The checker of the streams' order against fsdp itself: with every wait in its place it stays silent, and there is no
+// wait that can be left out without its noticing. Planning devices are enough: no memory, no other ranks, no luck of
+// timing.
+#include <setjmp.h> // cmocka.h needs these four
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <cmocka.h>
+#include "test_death.h"
+#include "device.h"
+
+// fsdp's own source, with its waits by the line that they stand in.
+static void wait_at(Stream *stream, Event *event, int line);
+#define stream_wait(stream, event) wait_at(stream, event, __LINE__)
+#include "fsdp.c"
+#undef stream_wait
+
+enum { MOST_LINES = 64, UNITS = 6, ELEMENTS = 1000, RANKS = 4 };
+
+static int lines[MOST_LINES], line_count; // of waits, as they come
+static int left_out;                      // 0: none
+
+static void wait_at(Stream *stream, Event *event, int line) {
+    int i = 0;
+    while (i < line_count && lines[i] != line) i++;
+    assert(i < MOST_LINES);
+    if (i == line_count) lines[line_count++] = line;
+    if (line != left_out) stream_wait(stream, event);
+}
+
+// A root and layers of one tensor each.
+static FsdpUnit units[UNITS];
+static FsdpTensor tensors[UNITS];
+
+static void units_prepare(void) {
+    for (int u = 0; u < UNITS; u++) {
+        snprintf(units[u].name, sizeof units[u].name, u ? "h.%d" : "root", u - 1);
+        tensors[u] = (FsdpTensor){.ndim = 1, .shape = {ELEMENTS}, .stored = ELEMENTS};
+        units[u].tensors = &tensors[u];
+        units[u].count = 1;
+    }
+}
+
+// The training loop's order.
+static void micro_step(Fsdp *f, int ahead) {
+    fsdp_gather(f, FSDP_ROOT);
+    fsdp_use(f, FSDP_ROOT);
+    fsdp_grad(f, FSDP_ROOT);
+    for (int u = 1; u <= ahead && u < UNITS; u++) fsdp_gather(f, u);
+    for (int u = 1; u < UNITS; u++) {
+        fsdp_use(f, u);
+        if (u + ahead < UNITS) fsdp_gather(f, u + ahead);
+        fsdp_release(f, u);
+    }
+    for (int u = UNITS - 1; u > 0; u--) {
+        fsdp_gather(f, u);
+        fsdp_use(f, u);
+        if (u > ahead) fsdp_gather(f, u - ahead);
+        fsdp_grad(f, u);
+        fsdp_release(f, u);
+        fsdp_reduce(f, u);
+    }
+    fsdp_release(f, FSDP_ROOT);
+    fsdp_reduce(f, FSDP_ROOT);
+}
+
+// Three steps of every strategy, with all that may come between them: a fetch of a gradient or a parameter, a gather for
+// nothing.
+static void strategy_run(FsdpOptions options) {
+    Device *plan = device_plan();
+    Comm *world = comm_plan(plan, 1, RANKS);
+    Ops *ops = ops_open(plan, 1);
+    Fsdp *f = fsdp_open(plan, ops, world, units, UNITS, options);
+    float out[ELEMENTS];
+    const char *bad;
+    AdamW settings = {.lr = 0};
+    for (int step = 1; step <= 3; step++) {
+        for (int j = 0; j < options.micro_steps; j++) micro_step(f, options.prefetch);
+        fsdp_norm(f, 1, &bad);
+        if (step == 2) fsdp_fetch_grad(f, 1, 0, 0, ELEMENTS, out);
+        fsdp_gather(f, UNITS - 1); // the update makes it stale
+        fsdp_update(f, settings, step);
+        if (step == 2) fsdp_fetch(f, 1, 0, 0, ELEMENTS, out);
+    }
+    fsdp_close(f);
+    ops_close(ops);
+    comm_close(world);
+    device_close(plan);
+}
+
+static void strategies_run(void *line) {
+    left_out = *(int *)line;
+    for (int shard = FSDP_FULL; shard <= FSDP_NONE; shard++)
+        for (int F = 1; F <= RANKS; F *= 2)
+            for (int micro_steps = 1; micro_steps <= 3; micro_steps += 2)
+                for (int prefetch = 1; prefetch <= 3; prefetch += 2) {
+                    FsdpOptions options = {.micro_steps = micro_steps,
+                                           .prefetch = prefetch,
+                                           .shard = shard,
+                                           .shard_ranks = F,
+                                           .dtype = BF16};
+                    if (shard != FSDP_NONE || F == 1) strategy_run(options);
+                    options.unsharded = true;
+                    if (shard != FSDP_NONE || F == 1) strategy_run(options);
+                }
+}
+
+static void with_all_waits_nothing_is_found(void **state) {
+    (void)state;
+    int none = 0;
+    strategies_run(&none);
+    assert_true(line_count >= 10);
+}
+
+static void no_wait_can_be_left_out(void **state) {
+    (void)state;
+    for (int i = 0; i < line_count; i++)
+        expect_death(EXIT_CODE_FAILURE, "stream order:", strategies_run, &lines[i]);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(with_all_waits_nothing_is_found),
+        cmocka_unit_test(no_wait_can_be_left_out),
+    };
+    error_program("test_order");
+    units_prepare();
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
