@@ -102,12 +102,30 @@ static void all_gather_of_any_size(void **state) {
 // ---------------------------------------------------------------------------------------------------------------
 // Reduce-scatter
 
+// Element i of the piece for a rank in another's leaf. In bf16 it has eight significant bits.
+static DType leaf_dtype;
+
+static float leaf_of(int of_rank, int piece, size_t i) {
+    uint64_t x = mixed((uint64_t)of_rank, (uint64_t)piece, i);
+    if (leaf_dtype == F32) return float_of((uint64_t)of_rank, (uint64_t)piece, i);
+    return ldexpf((float)((int)(x & 0xff) - 128), -8 - (int)(x >> 32 & 15));
+}
+
+static void leaf_set(void *leaf, size_t place, float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    if (leaf_dtype == F32)
+        ((float *)leaf)[place] = x;
+    else
+        ((uint16_t *)leaf)[place] = (uint16_t)(bits >> 16);
+}
+
 // The sum over leaves first … first+width-1 (a power of two), of which those beyond ranks are absent; false: all are.
 static bool tree_sum(float *sum, int first, int width, int piece, size_t i) {
     float right;
     if (first >= ranks) return false;
     if (width == 1) {
-        *sum = float_of((uint64_t)first, (uint64_t)piece, i);
+        *sum = leaf_of(first, piece, i);
         return true;
     }
     tree_sum(sum, first, width / 2, piece, i);
@@ -131,15 +149,19 @@ static void assert_same_bits(const float *a, const float *b, size_t count) {
 }
 
 // into: the sum lies in this partial sum; -1: in memory of its own.
-static void reduce_check(size_t count, size_t stride, int carries, int into) {
+static void reduce_check_of(size_t count, size_t stride, int carries, int into, DType dtype) {
     size_t leaf_count = (size_t)ranks * stride;
+    leaf_dtype = dtype;
     float *leaf = malloc(leaf_count * sizeof(float)), *copy = malloc(leaf_count * sizeof(float));
-    float *exchange = malloc((size_t)ranks * count * sizeof(float)), *expected = malloc(count * sizeof(float));
+    void *exchange = malloc(comm_exchange_elements(ranks, count) * dtype_size(dtype));
+    float *expected = malloc(count * sizeof(float));
     float *sum = calloc(count + GUARD, sizeof(float)), *partials[3];
-    CommReduce reduce = {.leaf = leaf, .count = count, .stride = stride, .exchange = exchange, .carries = carries};
+    CommReduce reduce = {
+        .leaf = leaf, .dtype = dtype, .count = count, .stride = stride, .exchange = exchange, .carries = carries};
+    memset(leaf, 0, leaf_count * sizeof(float));
     for (int p = 0; p < ranks; p++)
         for (size_t i = 0; i < stride; i++)
-            leaf[(size_t)p * stride + i] = i < count ? float_of((uint64_t)rank, (uint64_t)p, i) : 12345;
+            leaf_set(leaf, (size_t)p * stride + i, i < count ? leaf_of(rank, p, i) : 12345);
     memcpy(copy, leaf, leaf_count * sizeof(float));
     for (int c = 0; c < carries; c++) {
         reduce.partials[c] = partials[c] = malloc(count * sizeof(float));
@@ -157,6 +179,11 @@ static void reduce_check(size_t count, size_t stride, int carries, int into) {
     free(leaf), free(copy), free(exchange), free(expected), free(sum);
 }
 
+static void reduce_check(size_t count, size_t stride, int carries, int into) {
+    reduce_check_of(count, stride, carries, into, BF16);
+    reduce_check_of(count, stride, carries, into, F32); // which leaf_dtype is again
+}
+
 static void reduce_scatter_follows_the_tree(void **state) {
     (void)state;
     static const size_t counts[] = {1, 16, 63, 64, 511, 512, 513, 1000, 5000};
@@ -167,6 +194,31 @@ static void reduce_scatter_follows_the_tree(void **state) {
         }
     reduce_check(1000, 1000, 3, 0);
     reduce_check(300000, 300001, 1, -1);
+    for (size_t count = 1u << 18; count <= 1u << 20; count += count / 2 + 77) reduce_check(count, count, 1, 0);
+}
+
+// A reduction into the own piece of the leaf, then a gather of the pieces: every rank gets the sum of all leaves in place.
+static void leaves_are_summed_in_place(void **state) {
+    (void)state;
+    static const size_t counts[] = {64, 1000, 700000};
+    for (size_t n = 0; n < sizeof counts / sizeof *counts; n++) {
+        size_t count = counts[n];
+        float *leaf = malloc((size_t)ranks * count * sizeof(float)), *own = leaf + (size_t)rank * count;
+        float *exchange = malloc(comm_exchange_elements(ranks, count) * sizeof(float));
+        for (int p = 0; p < ranks; p++)
+            for (size_t i = 0; i < count; i++) leaf[(size_t)p * count + i] = leaf_of(rank, p, i);
+        CommReduce reduce = {.sum = own, .leaf = leaf, .count = count, .stride = count, .exchange = exchange};
+        comm_reduce_scatter(world, &reduce);
+        comm_all_gather(world, leaf, own, count * sizeof(float));
+        await(world);
+        for (int p = 0; p < ranks; p++)
+            for (size_t i = 0; i < count; i += i % 1000 < 10 ? 1 : 97) {
+                float sum = 0;
+                tree_sum(&sum, 0, 64, p, i);
+                assert_true(leaf[(size_t)p * count + i] == sum);
+            }
+        free(leaf), free(exchange);
+    }
 }
 
 // Or the test before would prove nothing: other orders give other bits, for the numbers it uses.
@@ -465,6 +517,7 @@ int main(int argc, char **argv) {
         WORLD_TEST(processes_know_their_places),
         WORLD_TEST(all_gather_of_any_size),
         WORLD_TEST(reduce_scatter_follows_the_tree),
+        WORLD_TEST(leaves_are_summed_in_place),
         WORLD_TEST(order_matters),
         WORLD_TEST(all_reduce_of_every_kind),
         WORLD_TEST(broadcast_from_every_root),

@@ -1043,6 +1043,53 @@ static void test_bf16_rounding(void **state) {
     free(x), free(back), free(out);
 }
 
+// In place: rounded as fp32, and packed into the first half of the memory. Every upper half, around the tie, and sizes
+// that end within a block and between two powers of two of blocks.
+static void test_rounding_in_place(void **state) {
+    static const size_t SIZES[] = {64, 1024, 1088, 5 * 1024, 65536 * 3 + 64};
+    (void)state;
+    for (size_t t = 0; t < COUNT(THREADS); t++)
+        for (size_t s = 0; s < COUNT(SIZES); s++) {
+            const size_t n = SIZES[s];
+            Machine m = machine_open(THREADS[t]);
+            float *x = (float *)allocate(n * sizeof(float)), *packed = (float *)allocate(n * sizeof(float));
+            uint16_t *right = (uint16_t *)allocate(n * sizeof(uint16_t));
+            for (size_t i = 0; i < n; i++) {
+                x[i] = packed[i] = bits_float((uint32_t)(i * 3 % 65536) << 16 | (uint32_t)(0x7fff + i % 3));
+                right[i] = bf16_round(x[i]);
+            }
+            round_to_bf16(m.ops, x, n);
+            pack_to_bf16(m.ops, packed, n);
+            assert_memory_equal(packed, right, n * sizeof *right);
+            for (size_t i = 0; i < n; i++) assert_int_equal(float_bits(x[i]), (uint32_t)right[i] << 16);
+            machine_close(m);
+            free(x), free(packed), free(right);
+        }
+}
+
+// As a binary counter carries: the first term is the first to be added.
+static void test_accumulate(void **state) {
+    const size_t n = 64 * 100;
+    const float *terms[3];
+    (void)state;
+    float *sum = (float *)allocate(n * sizeof(float)), *right = (float *)allocate(n * sizeof(float));
+    for (size_t k = 0; k < 3; k++) terms[k] = random_floats(n, 1);
+    float *start = random_floats(n, 1);
+    for (size_t t = 0; t < COUNT(THREADS); t++)
+        for (int count = 0; count <= 3; count++) {
+            Machine m = machine_open(THREADS[t]);
+            memcpy(sum, start, n * sizeof(float));
+            memcpy(right, start, n * sizeof(float));
+            for (int k = 0; k < count; k++)
+                for (size_t i = 0; i < n; i++) right[i] = terms[k][i] + right[i];
+            accumulate(m.ops, sum, terms, count, n);
+            assert_memory_equal(sum, right, n * sizeof(float));
+            machine_close(m);
+        }
+    for (size_t k = 0; k < 3; k++) free((void *)terms[k]);
+    free(sum), free(right), free(start);
+}
+
 static void test_absmax(void **state) {
     const size_t n = 64 * 1000;
     (void)state;
@@ -1204,13 +1251,15 @@ static void test_fill_normal(void **state) {
 
 int main(void) {
     struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_references), cmocka_unit_test(test_fused_norm),    cmocka_unit_test(test_flops),
-        cmocka_unit_test(test_adamw_low),  cmocka_unit_test(test_bf16_rounding), cmocka_unit_test(test_absmax),
-        cmocka_unit_test(test_sumsq),      cmocka_unit_test(test_clip_scale),    cmocka_unit_test(test_fill_normal),
-        [9 + COUNT(OPS) - 1] = {0},
+        cmocka_unit_test(test_references),    cmocka_unit_test(test_fused_norm),
+        cmocka_unit_test(test_flops),         cmocka_unit_test(test_adamw_low),
+        cmocka_unit_test(test_bf16_rounding), cmocka_unit_test(test_absmax),
+        cmocka_unit_test(test_sumsq),         cmocka_unit_test(test_clip_scale),
+        cmocka_unit_test(test_fill_normal),   cmocka_unit_test(test_rounding_in_place),
+        cmocka_unit_test(test_accumulate),    [11 + COUNT(OPS) - 1] = {0},
     };
     for (size_t i = 0; i < COUNT(OPS); i++) {
-        tests[9 + i] = (struct CMUnitTest){OPS[i].name, test_op, NULL, NULL, (void *)(uintptr_t)&OPS[i]};
+        tests[11 + i] = (struct CMUnitTest){OPS[i].name, test_op, NULL, NULL, (void *)(uintptr_t)&OPS[i]};
     }
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
