@@ -1412,12 +1412,10 @@ static void sharding_say(const Run *r) {
     static const char *const names[] = {"full", "grad", "optimizer", "none"};
     const FsdpOptions *f = &r->run.sharding;
     int replicas = r->ranks / f->shard_ranks;
-    log_say(r->log,
-            "shard %s over %d rank%s%s; units of %d block%s, prefetch %d; gradients accumulated %s, reduced in %s",
+    log_say(r->log, "shard %s over %d rank%s%s; units of %d block%s, prefetch %d; accumulate %s, reduce-dtype %s",
             names[f->shard], f->shard_ranks, f->shard_ranks == 1 ? "" : "s", replicas > 1 ? ", in replicas" : "",
             r->run.unit_blocks, r->run.unit_blocks == 1 ? "" : "s", f->prefetch,
-            f->unsharded || f->shard >= FSDP_OPTIMIZER ? "unsharded" : "sharded",
-            f->reduce_dtype == BF16 ? "bf16" : "fp32");
+            f->unsharded ? "unsharded" : "sharded", f->reduce_dtype == BF16 ? "bf16" : "fp32");
 }
 
 static void run_say(const Run *r, int64_t parameters) {
@@ -1610,8 +1608,8 @@ static void run_open(Run *r, int argc, char **argv) {
         units_free(units, r->config.L + 1);
     }
     if (s->export_folder && !s->plan && comm_world_rank() == 0) export_claim(s->export_folder);
-    if (s->trace && !s->plan && comm_world_rank() == 0) trace_claim(s->trace);
     r->log = log_open(comm_world_rank() == 0, s->plan ? NULL : s->output);
+    if (s->trace && !s->plan && comm_world_rank() == 0) trace_claim(s->trace); // perhaps in the output's folder
     comm_others();
 }
 
@@ -1648,14 +1646,14 @@ static int run_go(Run *r, const Device *plan, int64_t parameters) {
     } else
         run_evaluate(r, g);
     memory_say(r, plan, device);
-    if (s->trace && trace_write(s->trace, device, comm) == TRACE_SPANS)
-        log_say(r->log, "the trace holds the first %d spans of each rank, which is not all of the run",
-                (int)TRACE_SPANS);
     if (code == EXIT_CODE_DONE && s->export_folder) {
         folder_write(g, s->export_folder, s->export_dtype == 0 ? SAFETENSORS_F32 : SAFETENSORS_BF16);
         log_say(r->log, "exported to %s, without tokenizer files: %s", s->export_folder,
                 r->tokenizer ? "bytes have none" : "no tokenizer is known");
     }
+    if (s->trace && trace_write(s->trace, device, comm) == TRACE_SPANS)
+        log_say(r->log, "the trace holds the first %d spans of each rank, which is not all of the run",
+                (int)TRACE_SPANS);
     gpt_close(g);
     comm_close(comm);
     device_close(device);

@@ -294,6 +294,11 @@ for words in 'rank 0 on' 'rank 1 on' '"compute"' '"comm"' 'gather of h.0' 'reduc
 done
 check 'what a rank waited is in the log' grep -qE '"exposed_ms":'$x',"rank_ms":\['$x,$x,$x'\],"gather_wait_ms":\['$x,$x,$x'\],"slowest_rank":[01],"slowest_host":"[^"]+"\}$' fp32-2-1/log.jsonl
 
+done_well 1 "${five[@]}" --precision fp32 -o traced --trace traced/trace.json
+check 'a trace in the output folder' json_whole traced/trace.json
+refused 2 1 '-o;traced;already' "${five[@]}" --output traced --trace traced/trace.json
+check 'a refused run leaves the trace as it was' test -s traced/trace.json
+
 # A larger one takes no more beside the ledger.
 if [[ $TRAIN == "$root/train_gpt" ]]; then
     done_well 2 "${good[@]:0:2}" -e d6 -t 256 -b 1 -x 1

@@ -277,8 +277,7 @@ static bool task_tested(Task *task) {
     MPI_Testall(task->requests, task->comm->requests + task->first, &done, MPI_STATUSES_IGNORE);
     if (!done && now() - task->begun > task->comm->timeout)
         die(EXIT_CODE_FAILURE, "look for a rank that died or hangs; a slow network needs a larger --comm-timeout",
-            "%s has not ended after %g s (rank %d on %s)", task->phase, task->comm->timeout, task->comm->rank,
-            host);
+            "%s has not ended after %g s (rank %d on %s)", task->phase, task->comm->timeout, world_rank, host);
     return done;
 }
 

@@ -22,7 +22,6 @@ typedef struct {
     int unit; // -1: none
     uint64_t version;
     enum { SLOT_FREE, SLOT_GATHERED, SLOT_USED } state;
-    uint64_t touched; // for taking the one that has been free for longest
     Event *gathered, *released;
     Shared shared;
 } Slot;
@@ -68,7 +67,7 @@ struct Fsdp {
     int slot_count;
     GradSlot grad_slots[1 + GRAD_SLOTS]; // number 0 is the root's
     int next_grad_slot;
-    uint64_t version, clock;
+    uint64_t version;
     Event *updated;    // the parameters' slices were written
     Event *filled;     // the latest gradient was
     Event *reduced;    // all reductions so far are done
@@ -362,13 +361,20 @@ static Slot *slot_holding(Fsdp *f, int unit) {
     return NULL;
 }
 
-// The slot for a unit that is in none.
+// How long a slot's unit can be done without while units are used in the order of their numbers, up or down.
+static int slot_distance(const Fsdp *f, const Slot *slot, int unit) {
+    if (slot->unit < 0 || slot->version != f->version) return f->count; // holds nothing
+    return slot->unit < unit ? unit - slot->unit : slot->unit - unit;
+}
+
+// The slot for a unit that is in none: the free one that will be missed last.
 static Slot *slot_for(Fsdp *f, int unit) {
     if (unit_kept(f, unit)) return &f->slots[unit];
     Slot *best = NULL;
     for (int s = 1; s < f->slot_count; s++) {
         Slot *slot = &f->slots[s];
-        if (slot->state == SLOT_FREE && (!best || slot->touched < best->touched)) best = slot;
+        if (slot->state == SLOT_FREE && (!best || slot_distance(f, slot, unit) > slot_distance(f, best, unit)))
+            best = slot;
     }
     if (!best) refuse(f, unit, "is gathered while every slot is in use");
     return best;
@@ -414,7 +420,6 @@ void fsdp_release(Fsdp *f, int unit) {
     Slot *slot = slot_holding(f, unit);
     if (!slot || slot->state != SLOT_USED) refuse(f, unit, "is released without being in use");
     slot->state = SLOT_FREE;
-    slot->touched = ++f->clock;
     event_record(slot->released, device_compute(f->device));
 }
 

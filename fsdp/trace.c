@@ -91,8 +91,8 @@ int64_t trace_write(const char *path, Device *device, Comm *comm) {
     FILE *file = comm_rank(comm) == 0 ? file_open(path) : NULL;
     Event *sent = event_create(device, "trace sent");
     double start = count > 0 ? spans[0].begin : 0;
-    share(comm, sent, &start, sizeof start, 0);
     comm_phase(comm, "writing of the trace");
+    share(comm, sent, &start, sizeof start, 0);
     if (file) fprintf(file, "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[");
     for (int rank = 0; rank < comm_size(comm); rank++) rank_write(file, rank, spans, count, start, comm, sent);
     if (!file) return count;
