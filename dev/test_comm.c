@@ -44,10 +44,11 @@ static int test_end(void **state) {
     return 0;
 }
 
-// The host waits for what was issued on the group's stream.
+// The host waits for what was issued on the group's stream. An event is recorded on one stream only.
 static void await(Comm *comm) {
-    event_record(done, comm_stream(comm));
-    event_synchronize(done);
+    Event *event = comm == world ? done : event_create(device, "done in the group");
+    event_record(event, comm_stream(comm));
+    event_synchronize(event);
 }
 
 static void sleep_milliseconds(long milliseconds) {
@@ -102,43 +103,67 @@ static void all_gather_of_any_size(void **state) {
 // ---------------------------------------------------------------------------------------------------------------
 // Reduce-scatter
 
-// Element i of the piece for a rank in another's leaf. In bf16 it has eight significant bits.
-static DType leaf_dtype;
+// The ranks of a group, as comm_group counts them; in the world's numbers.
+typedef struct {
+    int first, stride, count;
+} Members;
 
-static float leaf_of(int of_rank, int piece, size_t i) {
-    uint64_t x = mixed((uint64_t)of_rank, (uint64_t)piece, i);
-    if (leaf_dtype == F32) return float_of((uint64_t)of_rank, (uint64_t)piece, i);
+static Members everybody(void) { return (Members){0, 1, ranks}; }
+
+// Element i of the piece for a rank in another's leaf. In bf16 it has eight significant bits. What lies further on is the
+// same again; the period has nothing in common with where reductions are cut.
+enum { PERIOD = 10007 };
+static float leaf_of(int of_rank, int piece, size_t i, DType dtype) {
+    uint64_t x = mixed((uint64_t)of_rank, (uint64_t)piece, i % PERIOD);
+    if (dtype == F32) return float_of((uint64_t)of_rank, (uint64_t)piece, i % PERIOD);
     return ldexpf((float)((int)(x & 0xff) - 128), -8 - (int)(x >> 32 & 15));
 }
 
-static void leaf_set(void *leaf, size_t place, float x) {
+static void leaf_set(void *leaf, size_t place, float x, DType dtype) {
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
-    if (leaf_dtype == F32)
+    if (dtype == F32)
         ((float *)leaf)[place] = x;
     else
         ((uint16_t *)leaf)[place] = (uint16_t)(bits >> 16);
 }
 
-// The sum over leaves first … first+width-1 (a power of two), of which those beyond ranks are absent; false: all are.
-static bool tree_sum(float *sum, int first, int width, int piece, size_t i) {
+// This rank's leaf: a piece for each of so many, with something else between them.
+static void leaf_fill(void *leaf, int pieces, size_t count, size_t stride, DType dtype) {
+    const size_t size = dtype_size(dtype);
+    for (int p = 0; p < pieces; p++) {
+        char *piece = (char *)leaf + (size_t)p * stride * size;
+        for (size_t i = 0; i < count && i < PERIOD; i++) leaf_set(piece, i, leaf_of(rank, p, i, dtype), dtype);
+        for (size_t i = PERIOD; i < count; i++) memcpy(piece + i * size, piece + (i - PERIOD) * size, size);
+        for (size_t i = count; i < stride; i++) leaf_set(piece, i, 12345, dtype);
+    }
+}
+
+// The sum over the leaves of members begin … begin+width-1 (a power of two), of which those beyond the last are absent;
+// false: all are.
+static bool tree_sum(float *sum, Members members, int begin, int width, int piece, size_t i, DType dtype) {
     float right;
-    if (first >= ranks) return false;
+    if (begin >= members.count) return false;
     if (width == 1) {
-        *sum = leaf_of(first, piece, i);
+        *sum = leaf_of(members.first + begin * members.stride, piece, i, dtype);
         return true;
     }
-    tree_sum(sum, first, width / 2, piece, i);
-    if (tree_sum(&right, first + width / 2, width / 2, piece, i)) *sum = *sum + right;
+    tree_sum(sum, members, begin, width / 2, piece, i, dtype);
+    if (tree_sum(&right, members, begin + width / 2, width / 2, piece, i, dtype)) *sum = *sum + right;
     return true;
 }
 
-static float partial_of(int c, int piece, size_t i) { return float_of(1000 + (uint64_t)c, (uint64_t)piece, i); }
-
-static float reduced_expected(int carries, size_t i) {
+static float sum_expected(Members members, int piece, size_t i, DType dtype) {
     float sum = 0;
-    tree_sum(&sum, 0, 64, rank, i);
-    for (int c = 0; c < carries; c++) sum = partial_of(c, rank, i) + sum;
+    tree_sum(&sum, members, 0, 64, piece, i, dtype);
+    return sum;
+}
+
+static float partial_of(int c, size_t i) { return float_of(1000 + (uint64_t)c, (uint64_t)rank, i % PERIOD); }
+
+static float reduced_expected(int carries, size_t i, DType dtype) {
+    float sum = sum_expected(everybody(), rank, i, dtype);
+    for (int c = 0; c < carries; c++) sum = partial_of(c, i) + sum;
     return sum;
 }
 
@@ -150,38 +175,35 @@ static void assert_same_bits(const float *a, const float *b, size_t count) {
 
 // into: the sum lies in this partial sum; -1: in memory of its own.
 static void reduce_check_of(size_t count, size_t stride, int carries, int into, DType dtype) {
-    size_t leaf_count = (size_t)ranks * stride;
-    leaf_dtype = dtype;
-    float *leaf = malloc(leaf_count * sizeof(float)), *copy = malloc(leaf_count * sizeof(float));
+    size_t leaf_bytes = (size_t)ranks * stride * dtype_size(dtype);
+    void *leaf = malloc(leaf_bytes), *copy = malloc(leaf_bytes);
     void *exchange = malloc(comm_exchange_elements(ranks, count) * dtype_size(dtype));
     float *expected = malloc(count * sizeof(float));
     float *sum = calloc(count + GUARD, sizeof(float)), *partials[3];
     CommReduce reduce = {
         .leaf = leaf, .dtype = dtype, .count = count, .stride = stride, .exchange = exchange, .carries = carries};
-    memset(leaf, 0, leaf_count * sizeof(float));
-    for (int p = 0; p < ranks; p++)
-        for (size_t i = 0; i < stride; i++)
-            leaf_set(leaf, (size_t)p * stride + i, i < count ? leaf_of(rank, p, i) : 12345);
-    memcpy(copy, leaf, leaf_count * sizeof(float));
+    leaf_fill(leaf, ranks, count, stride, dtype);
+    memcpy(copy, leaf, leaf_bytes);
     for (int c = 0; c < carries; c++) {
         reduce.partials[c] = partials[c] = malloc(count * sizeof(float));
-        for (size_t i = 0; i < count; i++) partials[c][i] = partial_of(c, rank, i);
+        for (size_t i = 0; i < count; i++) partials[c][i] = i < PERIOD ? partial_of(c, i) : partials[c][i - PERIOD];
     }
-    for (size_t i = 0; i < count; i++) expected[i] = reduced_expected(carries, i);
+    for (size_t i = 0; i < count; i++)
+        expected[i] = i < PERIOD ? reduced_expected(carries, i, dtype) : expected[i - PERIOD];
     reduce.sum = into >= 0 ? partials[into] : sum;
     comm_reduce_scatter(world, &reduce);
     memset(&reduce, 0xff, sizeof reduce); // it was copied
     await(world);
     assert_same_bits(into >= 0 ? partials[into] : sum, expected, count);
     for (int i = 0; i < GUARD; i++) assert_true(sum[count + (size_t)i] == 0);
-    assert_memory_equal(leaf, copy, leaf_count * sizeof(float));
+    assert_memory_equal(leaf, copy, leaf_bytes);
     for (int c = 0; c < carries; c++) free(partials[c]);
     free(leaf), free(copy), free(exchange), free(expected), free(sum);
 }
 
 static void reduce_check(size_t count, size_t stride, int carries, int into) {
     reduce_check_of(count, stride, carries, into, BF16);
-    reduce_check_of(count, stride, carries, into, F32); // which leaf_dtype is again
+    reduce_check_of(count, stride, carries, into, F32);
 }
 
 static void reduce_scatter_follows_the_tree(void **state) {
@@ -197,39 +219,38 @@ static void reduce_scatter_follows_the_tree(void **state) {
     for (size_t count = 1u << 18; count <= 1u << 20; count += count / 2 + 77) reduce_check(count, count, 1, 0);
 }
 
-// A reduction into the own piece of the leaf, then a gather of the pieces: every rank gets the sum of all leaves in place.
+// A reduction into the own piece of the leaf, then a gather of the pieces: every member gets the sum of all leaves.
+static void sum_in_place(Comm *comm, Members members, size_t count) {
+    int own = comm_rank(comm);
+    float *leaf = malloc((size_t)members.count * count * sizeof(float)), *piece = leaf + (size_t)own * count;
+    float *exchange = malloc(comm_exchange_elements(members.count, count) * sizeof(float));
+    leaf_fill(leaf, members.count, count, count, F32);
+    comm_reduce_scatter(
+        comm, &(CommReduce){.sum = piece, .leaf = leaf, .count = count, .stride = count, .exchange = exchange});
+    comm_all_gather(comm, leaf, piece, count * sizeof(float));
+    await(comm);
+    for (int p = 0; p < members.count; p++) {
+        const float *found = leaf + (size_t)p * count;
+        for (size_t i = 0; i < count; i++)
+            assert_true(found[i] == (i < PERIOD ? sum_expected(members, p, i, F32) : found[i - PERIOD]));
+    }
+    free(leaf), free(exchange);
+}
+
 static void leaves_are_summed_in_place(void **state) {
     (void)state;
     static const size_t counts[] = {64, 1000, 700000};
-    for (size_t n = 0; n < sizeof counts / sizeof *counts; n++) {
-        size_t count = counts[n];
-        float *leaf = malloc((size_t)ranks * count * sizeof(float)), *own = leaf + (size_t)rank * count;
-        float *exchange = malloc(comm_exchange_elements(ranks, count) * sizeof(float));
-        for (int p = 0; p < ranks; p++)
-            for (size_t i = 0; i < count; i++) leaf[(size_t)p * count + i] = leaf_of(rank, p, i);
-        CommReduce reduce = {.sum = own, .leaf = leaf, .count = count, .stride = count, .exchange = exchange};
-        comm_reduce_scatter(world, &reduce);
-        comm_all_gather(world, leaf, own, count * sizeof(float));
-        await(world);
-        for (int p = 0; p < ranks; p++)
-            for (size_t i = 0; i < count; i += i % 1000 < 10 ? 1 : 97) {
-                float sum = 0;
-                tree_sum(&sum, 0, 64, p, i);
-                assert_true(leaf[(size_t)p * count + i] == sum);
-            }
-        free(leaf), free(exchange);
-    }
+    for (size_t n = 0; n < sizeof counts / sizeof *counts; n++) sum_in_place(world, everybody(), counts[n]);
 }
 
-// Or the test before would prove nothing: other orders give other bits, for the numbers it uses.
+// Or the tests before would prove nothing: other orders give other bits, for the numbers it uses.
 static void order_matters(void **state) {
     (void)state;
     int differ[2] = {0};
     for (size_t i = 0; i < 1000; i++) {
-        float tree = 0, up = 0, down = 0;
-        tree_sum(&tree, 0, 64, rank, i);
-        for (int r = 0; r < ranks; r++) up += float_of((uint64_t)r, (uint64_t)rank, i);
-        for (int r = ranks - 1; r >= 0; r--) down += float_of((uint64_t)r, (uint64_t)rank, i);
+        float tree = sum_expected(everybody(), rank, i, F32), up = 0, down = 0;
+        for (int r = 0; r < ranks; r++) up += leaf_of(r, rank, i, F32);
+        for (int r = ranks - 1; r >= 0; r--) down += leaf_of(r, rank, i, F32);
         differ[0] += up != tree;
         differ[1] += down != tree;
     }
@@ -370,6 +391,43 @@ static void groups_are_among_themselves(void **state) {
     comm_close(parity);
 }
 
+// How sharding in groups cuts the world: into blocks of F ranks, and across them. A group of a group counts among the
+// ranks of that.
+static void groups_cut_the_world(void **state) {
+    (void)state;
+    for (int F = 1; F <= ranks; F++) {
+        if (ranks % F != 0) continue;
+        test_end(NULL), test_begin(NULL); // a device has few streams
+        Members within = {rank / F * F, 1, F}, across = {rank % F, F, ranks / F};
+        Comm *block = comm_group(world, within.first, within.stride, within.count);
+        Comm *others = comm_group(world, across.first, across.stride, across.count);
+        assert_int_equal(comm_rank(block), rank % F);
+        assert_int_equal(comm_rank(others), rank / F);
+        group_check(block, within.first, within.stride);
+        group_check(others, across.first, across.stride);
+        for (size_t count = 64; count < 1000000; count *= 100) {
+            sum_in_place(block, within, count);
+            sum_in_place(others, across, count);
+        }
+        int i = comm_rank(block) % 2;
+        Comm *half = comm_group(block, i, 2, (F + 1 - i) / 2);
+        group_check(half, within.first + i, 2);
+        comm_close(half), comm_close(others), comm_close(block);
+    }
+}
+
+// Sums over numbers of ranks that are no power of two: the first so many, and the others among themselves.
+static void groups_of_any_size_follow_the_tree(void **state) {
+    (void)state;
+    for (int size = 1; size < ranks; size++) {
+        test_end(NULL), test_begin(NULL);
+        Members members = rank < size ? (Members){0, 1, size} : (Members){size, 1, ranks - size};
+        Comm *group = comm_group(world, members.first, members.stride, members.count);
+        sum_in_place(group, members, 1000);
+        comm_close(group);
+    }
+}
+
 // Two groups at work at once, each in its own order, one waiting for the other by an event alone.
 static void groups_work_side_by_side(void **state) {
     (void)state;
@@ -457,25 +515,40 @@ static void traffic_make(Device *where, Comm *comm) {
     comm_all_gather(comm, all, all + (size_t)comm_rank(comm) * 64, 64);
     comm_reduce_scatter(comm,
                         &(CommReduce){.sum = sum, .leaf = leaf, .count = 64, .stride = 64, .exchange = exchange});
+    comm_reduce_scatter(
+        comm,
+        &(CommReduce){.sum = sum, .leaf = leaf, .dtype = BF16, .count = 64, .stride = 64, .exchange = exchange});
     comm_all_reduce(comm, values, 3, COMM_I64_SUM);
     comm_broadcast(comm, all, 100, 0);
     comm_barrier(comm);
+}
+
+static void traffic_check(Device *plan, Comm *planned, Comm *comm) {
+    assert_int_equal(comm_rank(planned), comm_rank(comm));
+    assert_int_equal(comm_size(planned), comm_size(comm));
+    assert_true(comm_traffic(comm).gathered == 0 && comm_traffic(comm).reduced == 0);
+    traffic_make(plan, planned);
+    traffic_make(device, comm);
+    CommTraffic real = comm_traffic(comm), counted = comm_traffic(planned);
+    assert_true(counted.gathered == real.gathered && counted.reduced == real.reduced);
+    assert_true(real.gathered == (comm_size(comm) - 1) * 1064.0);
+    assert_true(real.reduced == (comm_size(comm) - 1) * (64 * 4.0 + 64 * 2.0));
+    assert_true(device_same_ledger(plan, device));
 }
 
 static void plans_count_the_same_traffic(void **state) {
     (void)state;
     Device *plan = device_plan();
     Comm *planned = comm_plan(plan, rank, ranks);
-    assert_int_equal(comm_rank(planned), rank);
-    assert_int_equal(comm_size(planned), ranks);
-    assert_true(comm_traffic(world).gathered == 0 && comm_traffic(world).reduced == 0);
-    traffic_make(plan, planned);
-    traffic_make(device, world);
-    CommTraffic real = comm_traffic(world), counted = comm_traffic(planned);
-    assert_true(counted.gathered == real.gathered && counted.reduced == real.reduced);
-    assert_true(real.gathered == (ranks - 1) * 1064.0);
-    assert_true(real.reduced == (ranks - 1) * 256.0);
-    assert_true(device_same_ledger(plan, device));
+    traffic_check(plan, planned, world);
+    for (int stride = 1; stride <= 2; stride++) { // two ranks next to each other, then every second one
+        int first = stride == 1 ? rank / 2 * 2 : rank % 2;
+        int count = stride == 2 ? (ranks + 1 - first) / 2 : ranks - first < 2 ? ranks - first : 2;
+        Comm *planned_group = comm_group(planned, first, stride, count);
+        Comm *group = comm_group(world, first, stride, count);
+        traffic_check(plan, planned_group, group);
+        comm_close(group), comm_close(planned_group);
+    }
     comm_close(planned);
     device_close(plan);
 }
@@ -523,6 +596,8 @@ int main(int argc, char **argv) {
         WORLD_TEST(broadcast_from_every_root),
         WORLD_TEST(barrier_waits_for_all),
         WORLD_TEST(groups_are_among_themselves),
+        WORLD_TEST(groups_cut_the_world),
+        WORLD_TEST(groups_of_any_size_follow_the_tree),
         WORLD_TEST(groups_work_side_by_side),
         WORLD_TEST(collectives_happen_in_order),
         WORLD_TEST(events_order_compute_and_collectives),
