@@ -531,8 +531,9 @@ static double losses_sum(GPT *g, double *late) {
     return sum;
 }
 
-// Makes the sums of all micro-batches known to all ranks: each was written by one rank and is 0 on the others.
-static void sums_agree(GPT *g, size_t count) {
+// Makes the sums of all micro-batches known to all ranks, once sums_await returns: each was written by one rank and is 0
+// on the others.
+static void sums_send(GPT *g, size_t count) {
     Stream *compute = device_compute(g->device), *stream = comm_stream(g->comm);
     stream_writes(compute, &g->losses, "sums of losses");
     event_record(g->ready, compute);
@@ -541,8 +542,11 @@ static void sums_agree(GPT *g, size_t count) {
     comm_phase(g->comm, "agreement on the losses");
     comm_all_reduce(g->comm, g->sums, count, COMM_F64_SUM);
     event_record(g->agreed, stream);
+}
+
+static void sums_await(GPT *g) {
     event_synchronize(g->agreed);
-    stream_reads(compute, &g->losses, "mean loss");
+    stream_reads(device_compute(g->device), &g->losses, "mean loss");
 }
 
 typedef struct {
@@ -564,12 +568,16 @@ static StepResult train_step(GPT *g, const Loader *loader, int64_t n, int64_t st
         micro_step(g, (float)(1.0 / targets));
         if (loader) g->sums[batch] = losses_sum(g, &late);
     }
-    sums_agree(g, (size_t)batches);
+    sums_send(g, (size_t)batches);
+    result.norm = fsdp_norm(g->fsdp, g->run.clip, &result.bad_unit);
+    sums_await(g);
     for (int i = 0; loader && i < batches; i++) result.loss += g->sums[i];
     result.loss /= targets;
-    result.norm = fsdp_norm(g->fsdp, g->run.clip, &result.bad_unit);
     if (!isfinite(result.loss) || !isfinite(result.norm)) return result; // before the update
-    fsdp_update(g->fsdp, settings, step);
+    for (int u = 0; u <= g->layers; u++) {
+        fsdp_update(g->fsdp, u, settings, step);
+        if (u <= g->run.sharding.prefetch) fsdp_gather(g->fsdp, u); // travels while the others are updated
+    }
     return result;
 }
 
@@ -636,7 +644,8 @@ static Validation validate(GPT *g, const Loader *loader, int batches) {
         forward(g, root, B, T);
         head(g, root, NULL, 0);
         if (loader) g->sums[rank] = losses_sum(g, &g->sums[ranks + rank]);
-        sums_agree(g, 2 * (size_t)ranks);
+        sums_send(g, 2 * (size_t)ranks);
+        sums_await(g);
         for (int i = 0; loader && i < ranks; i++) {
             result.loss += g->sums[i];
             result.loss_late += g->sums[ranks + i];
@@ -1322,7 +1331,12 @@ static void run_size(Run *r) {
 static FsdpTraffic rehearse(GPT *g) {
     AdamW settings = {0, 0, 0, 0, 0, 0, 0};
     train_step(g, NULL, 0, 1, settings);
+    FsdpTraffic first = fsdp_traffic(g->fsdp);
+    train_step(g, NULL, 0, 2, settings); // finds gathered what the first gathered at its end
     FsdpTraffic step = fsdp_traffic(g->fsdp);
+    step.gathered -= first.gathered;
+    step.reduced -= first.reduced;
+    step.replicated -= first.replicated;
     validate(g, NULL, 1);
     for (int count = SAMPLE_ROUND; g->run.sample_tokens > 0; count += SAMPLE_ROUND) {
         logits_after(g, NULL, count < g->run.T ? count : g->run.T);

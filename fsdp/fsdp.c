@@ -1,3 +1,7 @@
+// fsdp, over the groups of comm and the streams of device.
+//
+// Memory that streams share is declared to the checker of their order where an access begins, after the wait that allows
+// it, and where it ends, before the record that tells of it: so neither a late wait nor an early record goes unnoticed.
 #include "fsdp.h"
 #include "error.h"
 #include <assert.h> // assert
@@ -42,9 +46,14 @@ typedef struct {
     float *whole;                  // (size) the gradient, when gradients are kept; else NULL
     float *grad;                   // (slice) the reduced gradient; within whole, if there is one
     float *partials[MAX_PARTIALS]; // (size or slice, as the gradient)
+    Shared params_shared;          // the slices of parameters
     Shared grads;                  // whole or grad, and the partial sums
+    Event *updated;                // the parameters' slices were written
+    Event *summed;                 // the gradient's slice is that of the whole step
+    uint64_t version;              // of the parameters
     bool open;                     // its gradient is being written
     int reduced;                   // micro-steps reduced so far in this step
+    bool normed;                   // fsdp_norm has prepared the update
     char gather_phase[48], reduce_phase[48], fetch_phase[48], replicate_phase[64];
 } Place;
 
@@ -67,13 +76,9 @@ struct Fsdp {
     int slot_count;
     GradSlot grad_slots[1 + GRAD_SLOTS]; // number 0 is the root's
     int next_grad_slot;
-    uint64_t version;
-    Event *updated;    // the parameters' slices were written
-    Event *filled;     // the latest gradient was
-    Event *reduced;    // all reductions so far are done
-    Event *replicated; // those between replicas
-    Shared params, agreement;
-    bool normed; // fsdp_norm has prepared the update
+    Event *filled;  // the latest gradient was written
+    Event *reduced; // all reductions within the group so far are done
+    Shared agreement;
     double gather_waited;
 
     uint32_t *bits; // (count) largest magnitude of each unit's gradient, then [count] of all
@@ -146,7 +151,11 @@ static void units_lay_out(Fsdp *f) {
         place->slice =
             round_up((offset + (size_t)f->ranks - 1) / (size_t)f->ranks, FSDP_ALIGN * (size_t)f->strategy.replicas);
         place->size = place->slice * (size_t)f->ranks;
+        place->params_shared.name = "parameter slices";
         place->grads.name = "gradient";
+        place->updated = event_create(f->device, "updated");
+        place->summed = event_create(f->device, "summed");
+        place->version = 1;
         f->slice_elements += place->slice;
         f->elements += place->size;
         snprintf(place->gather_phase, sizeof place->gather_phase, "gather of %s", name);
@@ -255,19 +264,15 @@ Fsdp *fsdp_open(Device *device, Ops *ops, Comm *world, FsdpUnit *units, int coun
     f->count = count;
     f->options = options;
     f->strategy = strategy_of(&options, comm_size(world));
-    f->version = 1;
     f->next_grad_slot = 1;
-    f->params.name = "parameter slices";
     f->agreement.name = "parts of the norm";
     groups_open(f, world);
     units_lay_out(f);
     slots_take(f);
     slices_take(f);
     exchanges_take(f);
-    f->updated = event_create(device, "updated");
     f->filled = event_create(device, "filled");
     f->reduced = event_create(device, "reduced");
-    f->replicated = event_create(device, "replicated");
     f->computed = event_create(device, "computed");
     f->agreed = event_create(device, "agreed");
     f->bits = (uint32_t *)device_alloc(device, "workspace, small", ((size_t)count + 1) * sizeof(uint32_t));
@@ -301,26 +306,53 @@ static Piece piece_of(const Fsdp *f, int unit, const FsdpTensor *tensor, size_t 
     return (Piece){.in_tensor = first - tensor->offset, .in_slice = first - begin, .count = last - first};
 }
 
-// From now on what is gathered is stale, and gathers come after the compute issued so far.
-static void params_changed(Fsdp *f) {
-    f->version++;
-    event_record(f->updated, device_compute(f->device));
+static Slot *slot_holding(Fsdp *f, int unit) {
+    for (int s = 0; s < f->slot_count; s++)
+        if (f->slots[s].unit == unit && f->slots[s].version == f->places[unit].version) return &f->slots[s];
+    return NULL;
+}
+
+static void params_written(Fsdp *f, int unit, const char *place) {
+    Stream *compute = device_compute(f->device);
+    if (unit_kept(f, unit)) stream_writes(compute, &f->slots[unit].shared, place); // its slice lies there
+    stream_writes(compute, &f->places[unit].params_shared, place);
+}
+
+// Between these two compute writes the unit's slices. It comes after the gathers that read them, and later gathers come
+// after it: what is gathered now is stale then.
+static void params_open(Fsdp *f, int unit, const char *place) {
+    Slot *slot = slot_holding(f, unit);
+    if (slot && slot->state == SLOT_USED) refuse(f, unit, "is written while it is in use");
+    if (slot) {
+        stream_wait(device_compute(f->device), slot->gathered);
+        slot->state = SLOT_FREE;
+    }
+    params_written(f, unit, place);
+}
+
+static void params_close(Fsdp *f, int unit, const char *place) {
+    params_written(f, unit, place);
+    f->places[unit].version++;
+    event_record(f->places[unit].updated, device_compute(f->device));
+}
+
+static void fill_unit(Fsdp *f, int u, FsdpSource source, void *context) {
+    Place *place = &f->places[u];
+    for (int t = 0; t < f->units[u].count; t++) {
+        const FsdpTensor *tensor = &f->units[u].tensors[t];
+        Piece piece = piece_of(f, u, tensor, (size_t)fsdp_tensor_elements(tensor), f->rank);
+        if (piece.count > 0 && !device_planning(f->device))
+            source(context, tensor, (int64_t)piece.in_tensor, (int64_t)piece.count, place->master + piece.in_slice);
+    }
+    if (f->options.dtype == BF16) cast_from_f32(f->ops, place->params, place->master, place->slice, BF16);
 }
 
 void fsdp_fill(Fsdp *f, FsdpSource source, void *context) {
-    if (device_planning(f->device)) return;
-    stream_writes(device_compute(f->device), &f->params, "fsdp_fill");
-    for (int u = 0; u < f->count; u++)
-        for (int t = 0; t < f->units[u].count; t++) {
-            const FsdpTensor *tensor = &f->units[u].tensors[t];
-            Piece piece = piece_of(f, u, tensor, (size_t)fsdp_tensor_elements(tensor), f->rank);
-            if (piece.count == 0) continue;
-            source(context, tensor, (int64_t)piece.in_tensor, (int64_t)piece.count,
-                   f->places[u].master + piece.in_slice);
-        }
-    for (int u = 0; u < f->count && f->options.dtype == BF16; u++)
-        cast_from_f32(f->ops, f->places[u].params, f->places[u].master, f->places[u].slice, BF16);
-    params_changed(f);
+    for (int u = 0; u < f->count; u++) {
+        params_open(f, u, "fsdp_fill");
+        fill_unit(f, u, source, context);
+        params_close(f, u, "fsdp_fill");
+    }
 }
 
 // Every rank gets a range of a tensor from the slices that hold it: each owner broadcasts its piece.
@@ -342,28 +374,24 @@ static void fetch(Fsdp *f, const float *slice, int unit, int t, int64_t first, i
 }
 
 void fsdp_fetch(Fsdp *f, int unit, int t, int64_t first, int64_t count, float *out) {
-    stream_wait(comm_stream(f->group), f->updated);
-    stream_reads(comm_stream(f->group), &f->params, "fsdp_fetch");
+    Stream *stream = comm_stream(f->group);
+    stream_wait(stream, f->places[unit].updated);
+    stream_reads(stream, &f->places[unit].params_shared, "fsdp_fetch");
     fetch(f, f->places[unit].master, unit, t, first, count, out);
 }
 
 void fsdp_fetch_grad(Fsdp *f, int unit, int t, int64_t first, int64_t count, float *out) {
     stream_reads(comm_stream(f->group), &f->places[unit].grads, "fsdp_fetch_grad");
+    stream_reads(device_compute(f->device), &f->places[unit].grads, "fsdp_fetch_grad"); // the host copies
     fetch(f, f->places[unit].grad, unit, t, first, count, out);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // gather, use, release
 
-static Slot *slot_holding(Fsdp *f, int unit) {
-    for (int s = 0; s < f->slot_count; s++)
-        if (f->slots[s].unit == unit && f->slots[s].version == f->version) return &f->slots[s];
-    return NULL;
-}
-
 // How long a slot's unit can be done without while units are used in the order of their numbers, up or down.
 static int slot_distance(const Fsdp *f, const Slot *slot, int unit) {
-    if (slot->unit < 0 || slot->version != f->version) return f->count; // holds nothing
+    if (slot->unit < 0 || slot->version != f->places[slot->unit].version) return f->count; // holds nothing
     return slot->unit < unit ? unit - slot->unit : slot->unit - unit;
 }
 
@@ -387,16 +415,15 @@ void fsdp_gather(Fsdp *f, int unit) {
         return;
     }
     slot = slot_for(f, unit);
-    if (slot->state == SLOT_USED) refuse(f, unit, "is gathered into a slot that is in use");
+    Place *place = &f->places[unit];
+    Stream *stream = comm_stream(f->group);
     slot->unit = unit;
-    slot->version = f->version;
+    slot->version = place->version;
     slot->state = SLOT_GATHERED;
     if (f->ranks == 1) return;
-    const Place *place = &f->places[unit];
-    Stream *stream = comm_stream(f->group);
     stream_wait(stream, slot->released);
-    stream_wait(stream, f->updated);
-    stream_reads(stream, &f->params, "fsdp_gather");
+    stream_wait(stream, place->updated);
+    stream_reads(stream, &place->params_shared, "fsdp_gather");
     stream_writes(stream, &slot->shared, "fsdp_gather");
     comm_phase(f->group, place->gather_phase);
     comm_all_gather(f->group, slot->memory, place->params, place->slice * dtype_size(f->options.dtype));
@@ -420,6 +447,7 @@ void fsdp_release(Fsdp *f, int unit) {
     Slot *slot = slot_holding(f, unit);
     if (!slot || slot->state != SLOT_USED) refuse(f, unit, "is released without being in use");
     slot->state = SLOT_FREE;
+    stream_reads(device_compute(f->device), &slot->shared, "fsdp_release");
     event_record(slot->released, device_compute(f->device));
 }
 
@@ -507,6 +535,7 @@ static void reduce_slot(Fsdp *f, int unit, Place *place) {
     while (slot->unit != unit) slot++;
     CounterStep step = counter_step(f, place);
     if (dtype == BF16) pack_to_bf16(f->ops, slot->memory, place->size);
+    stream_writes(compute, &slot->shared, "fsdp_reduce");
     event_record(f->filled, compute);
     stream_wait(stream, f->filled);
     stream_reads(stream, &slot->shared, "fsdp_reduce");
@@ -523,6 +552,7 @@ static void reduce_kept(Fsdp *f, Place *place, bool last) {
     if (f->options.reduce_dtype == BF16) round_to_bf16(f->ops, step.sum, place->size);
     if (step.carries) accumulate(f->ops, step.sum, step.partials, step.carries, place->size);
     if (!last) return;
+    stream_writes(compute, &place->grads, "fsdp_reduce");
     event_record(f->filled, compute);
     if (f->ranks == 1) return;
     stream_wait(stream, f->filled);
@@ -546,7 +576,6 @@ static void reduce_replicas(Fsdp *f, Place *place) {
                          .exchange = f->replica_exchange};
     comm_reduce_scatter(f->replicas, &reduce);
     comm_all_gather(f->replicas, place->grad, own, piece * sizeof(float));
-    event_record(f->replicated, stream);
 }
 
 void fsdp_reduce(Fsdp *f, int unit) {
@@ -558,6 +587,8 @@ void fsdp_reduce(Fsdp *f, int unit) {
     else
         reduce_slot(f, unit, place);
     if (last && f->replicas) reduce_replicas(f, place);
+    if (last && comm_size(f->world) > 1)
+        event_record(place->summed, comm_stream(f->replicas ? f->replicas : f->group));
     place->open = false;
     place->reduced++;
 }
@@ -590,24 +621,28 @@ static uint32_t units_most(const Fsdp *f, const char **unit) {
     return most;
 }
 
+// The largest magnitudes, each as soon as its unit is summed: the root, which is so last, hides behind the others.
+static void units_measure(Fsdp *f) {
+    Stream *compute = device_compute(f->device);
+    if (!device_planning(f->device)) memset(f->bits, 0, ((size_t)f->count + 1) * sizeof *f->bits);
+    for (int u = f->count - 1; u >= 0; u--) {
+        Place *place = &f->places[u];
+        if (place->reduced != f->options.micro_steps) refuse(f, u, "was not reduced in every micro-step");
+        place->reduced = 0;
+        place->normed = true;
+        stream_wait(compute, place->summed);
+        stream_reads(compute, &place->grads, "fsdp_norm");
+        absmax(f->ops, &f->bits[u], place->grad, place->slice);
+    }
+}
+
 // On a planning device everything but the memory is there: so the order of the streams is proven, too.
 double fsdp_norm(Fsdp *f, float clip, const char **unit) {
     Stream *compute = device_compute(f->device);
     const bool planning = device_planning(f->device);
     uint32_t *most = &f->bits[f->count];
-    for (int u = 0; u < f->count; u++) {
-        if (f->places[u].reduced != f->options.micro_steps) refuse(f, u, "was not reduced in every micro-step");
-        f->places[u].reduced = 0;
-    }
-    stream_wait(compute, f->reduced);
-    stream_wait(compute, f->replicated);
-    f->normed = true;
     int64_t span = span_begin(compute, "norm", NULL);
-    if (!planning) memset(f->bits, 0, ((size_t)f->count + 1) * sizeof *f->bits);
-    for (int u = 0; u < f->count; u++) {
-        stream_reads(compute, &f->places[u].grads, "fsdp_norm");
-        absmax(f->ops, &f->bits[u], f->places[u].grad, f->places[u].slice);
-    }
+    units_measure(f);
     agree(f, f->bits, (size_t)f->count, COMM_U32_MAX);
     if (!planning) {
         *most = units_most(f, unit);
@@ -636,25 +671,17 @@ static void update_unit(Fsdp *f, int u, AdamW settings) {
     }
 }
 
-void fsdp_update(Fsdp *f, AdamW settings, int64_t step) {
+void fsdp_update(Fsdp *f, int unit, AdamW settings, int64_t step) {
+    Place *place = &f->places[unit];
     Stream *compute = device_compute(f->device);
-    if (!f->normed) refuse(f, FSDP_ROOT, "is updated before its gradient's norm is known");
-    f->normed = false;
+    if (!place->normed) refuse(f, unit, "is updated before its gradient's norm is known");
+    place->normed = false;
     settings.correction1 = (float)(1.0 - pow((double)settings.beta1, (double)step));
     settings.correction2 = (float)(1.0 - pow((double)settings.beta2, (double)step));
-    for (int s = 0; s < f->slot_count; s++) {
-        Slot *slot = &f->slots[s];
-        if (slot->state == SLOT_USED) refuse(f, slot->unit, "is in use during the update");
-        stream_wait(compute, slot->gathered);
-        if (unit_kept(f, s)) stream_writes(compute, &slot->shared, "fsdp_update"); // its slice lies there
-        slot->state = SLOT_FREE;
-    }
-    stream_writes(compute, &f->params, "fsdp_update");
-    int64_t span = span_begin(compute, "update", NULL);
-    for (int u = 0; u < f->count; u++) {
-        stream_reads(compute, &f->places[u].grads, "fsdp_update");
-        update_unit(f, u, settings);
-    }
+    params_open(f, unit, "fsdp_update");
+    stream_reads(compute, &place->grads, "fsdp_update");
+    int64_t span = span_begin(compute, "update", f->units[unit].name);
+    update_unit(f, unit, settings);
     span_end(compute, span);
-    params_changed(f);
+    params_close(f, unit, "fsdp_update");
 }

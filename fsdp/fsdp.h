@@ -20,7 +20,8 @@
 //     fsdp_release(f, u)   the slot may be overwritten once the compute issued so far is done
 //     fsdp_grad(f, u)      memory for the gradient, free to be written; the flat array of gradients
 //     fsdp_reduce(f, u)    the gradient is done: what the strategy lets travel begins to
-//     fsdp_norm, fsdp_update   the optimizer's step over the slices; whatever was gathered is stale then
+//     fsdp_norm(f)         waits for all reductions; the gradient's norm
+//     fsdp_update(f, u)    the optimizer's step over the slice; what was gathered of u is stale then
 //
 // STRATEGIES. Ranks form groups of F (shard_ranks) consecutive ones that shard, and W/F replicas of such a group:
 //
@@ -120,9 +121,10 @@ void fsdp_reduce(Fsdp *f, int unit);
 // any element is not, and then *unit names the first unit that has one. Padding is 0 and counts nothing.
 double fsdp_norm(Fsdp *f, float clip, const char **unit);
 
-// AdamW on the slices, with the gradient scaled by min(1, clip / (norm + 1e-6)) from fsdp_norm. settings.decay goes to
-// tensors that decay; its corrections are set here from step, counted from 1.
-void fsdp_update(Fsdp *f, AdamW settings, int64_t step);
+// AdamW on the unit's slices, with the gradient scaled by min(1, clip / (norm + 1e-6)) from fsdp_norm. settings.decay goes
+// to tensors that decay; its corrections are set here from step, counted from 1. In any order of units; one that has been
+// updated may be gathered while others are.
+void fsdp_update(Fsdp *f, int unit, AdamW settings, int64_t step);
 
 size_t fsdp_elements(const Fsdp *f);       // of all units, padding included
 size_t fsdp_slice_elements(const Fsdp *f); // of all units' slices: the rank's share
