@@ -200,8 +200,8 @@ typedef struct {
     DType dtype;     // of parameters and activations
     FsdpOptions sharding;
     float clip;
-    bool exporting; // a model folder will be written
-    bool tracing;   // a timeline too
+    bool files;   // a model folder will be read or written
+    bool tracing; // a timeline too
 } GPTRun;
 
 // What a rank spent on a step, in milliseconds.
@@ -223,19 +223,19 @@ typedef struct {
     Activations acts;
     // in host memory
     int *host_inputs, *host_targets; // (B, T)
-    float *host_losses;              // (N)
     float *host_logits, *sorted;     // (V)  of one position
     int *sample;                     // (sample_tokens)
-    float *export_piece;             // (EXPORT_PIECE)  when exporting
+    float *piece;                    // (PIECE)  of a tensor on its way from or to a file
     RankTimes *times;                // (ranks)
-    double *sums;                    // losses of the micro-batches of a step, or of one round of a validation
-    Shared losses;                   // the sums, to the checker of the streams' order
+    double *host_sums;               // like sums
+    double *sums;  // (micro-batches of a step or of a round of validation, 2) of losses; in the device's memory
+    Shared losses; // the same, to the checker of the streams' order
     Event *ready, *agreed;
 } GPT;
 
 enum {
-    EXPORT_PIECE = 1 << 18, // elements that travel to rank 0 at a time
-    TRACE_SPANS = 1 << 17,  // of a timeline: some hundred steps of a model of twelve blocks
+    PIECE = 1 << 18,       // elements that travel to rank 0 at a time
+    TRACE_SPANS = 1 << 17, // of a timeline: some hundred steps of a model of twelve blocks
 };
 
 static void *act(GPT *g, size_t elements) {
@@ -298,7 +298,7 @@ static GPT *gpt_open(Device *device, Comm *comm, GPTConfig config, GPTRun run) {
     GPT *g = (GPT *)calloc(1, sizeof *g);
     if (!g) die(EXIT_CODE_FAILURE, NULL, "out of memory");
     const size_t N = (size_t)run.B * (size_t)run.T;
-    size_t sums = (size_t)comm_size(comm) * (size_t)(run.sharding.micro_steps > 2 ? run.sharding.micro_steps : 2);
+    const size_t sums = 2 * (size_t)comm_size(comm) * (size_t)run.sharding.micro_steps;
     g->config = config;
     g->run = run;
     g->device = device;
@@ -310,14 +310,14 @@ static GPT *gpt_open(Device *device, Comm *comm, GPTConfig config, GPTRun run) {
     activations_take(g);
     g->host_inputs = (int *)device_alloc_host(device, "batch", N * sizeof(int));
     g->host_targets = (int *)device_alloc_host(device, "batch", N * sizeof(int));
-    g->host_losses = (float *)device_alloc_host(device, "batch", N * sizeof(float));
     g->host_logits = (float *)device_alloc_host(device, "batch", (size_t)config.Vp * sizeof(float));
     g->sorted = (float *)device_alloc_host(device, "batch", (size_t)config.Vp * sizeof(float));
     g->sample = (int *)device_alloc_host(device, "batch", (size_t)run.sample_tokens * sizeof(int));
-    if (run.exporting) g->export_piece = (float *)device_alloc_host(device, "export", EXPORT_PIECE * sizeof(float));
+    if (run.files) g->piece = (float *)device_alloc_host(device, "file piece", PIECE * sizeof(float));
     if (run.tracing) device_trace(device, TRACE_SPANS);
     g->times = (RankTimes *)device_alloc_host(device, "batch", (size_t)comm_size(comm) * sizeof(RankTimes));
-    g->sums = (double *)device_alloc_host(device, "batch", sums * sizeof(double));
+    g->sums = (double *)device_alloc(device, "batch", sums * sizeof(double));
+    g->host_sums = (double *)device_alloc_host(device, "batch", sums * sizeof(double));
     g->losses.name = "losses";
     g->ready = event_create(device, "ready");
     g->agreed = event_create(device, "losses agreed");
@@ -517,67 +517,65 @@ static int64_t batch_load(GPT *g, const Loader *loader, int64_t n) {
     return targets;
 }
 
-// The sum of the micro-batch's losses; of those at positions from T/2 on in *late.
-static double losses_sum(GPT *g, double *late) {
-    const int B = g->run.B, T = g->run.T;
-    double sum = 0;
-    *late = 0;
-    if (device_planning(g->device)) return 0;
-    device_copy_out(g->device, g->host_losses, g->acts.losses, (size_t)B * (size_t)T * sizeof(float));
-    for (int i = 0; i < B * T; i++) {
-        sum += (double)g->host_losses[i];
-        if (i % T >= T / 2) *late += (double)g->host_losses[i];
-    }
-    return sum;
+// The losses of the micro-batch become its sums, those of all others 0.
+static void sums_set(GPT *g, int batch) {
+    losses_sum(g->ops, &g->sums[2 * batch], g->acts.losses, g->run.B, g->run.T);
 }
 
-// Makes the sums of all micro-batches known to all ranks, once sums_await returns: each was written by one rank and is 0
-// on the others.
-static void sums_send(GPT *g, size_t count) {
+// Makes the sums of all micro-batches known to all ranks: each was written by one rank and is 0 on the others.
+static void sums_send(GPT *g, int batches) {
     Stream *compute = device_compute(g->device), *stream = comm_stream(g->comm);
     stream_writes(compute, &g->losses, "sums of losses");
     event_record(g->ready, compute);
     stream_wait(stream, g->ready);
     stream_writes(stream, &g->losses, "agreement on the losses");
     comm_phase(g->comm, "agreement on the losses");
-    comm_all_reduce(g->comm, g->sums, count, COMM_F64_SUM);
+    comm_all_reduce(g->comm, g->sums, 2 * (size_t)batches, COMM_F64_SUM);
     event_record(g->agreed, stream);
 }
 
+// From here on compute finds the sums of all.
 static void sums_await(GPT *g) {
-    event_synchronize(g->agreed);
+    stream_wait(device_compute(g->device), g->agreed);
     stream_reads(device_compute(g->device), &g->losses, "mean loss");
 }
 
+static void sums_read(GPT *g, int batches) {
+    device_copy_out(g->device, g->host_sums, g->sums, 2 * (size_t)batches * sizeof(double));
+}
+
+// Where loss or norm is not finite nothing was updated.
 typedef struct {
     double loss, norm;
     const char *bad_unit; // whose gradient is not finite; NULL: none
 } StepResult;
 
-// One update from the global batch whose first sequence is at position n of the loader (NULL: rehearsal).
+// One update from the global batch whose first sequence is at position n of the loader (NULL: rehearsal). What decides
+// whether and how far to update stays on the device; the host waits only once it has issued all of it.
 static StepResult train_step(GPT *g, const Loader *loader, int64_t n, int64_t step, AdamW settings) {
     const int J = g->run.sharding.micro_steps, B = g->run.B;
     const int batches = J * comm_size(g->comm); // at most MAX_MICRO_BATCHES
     const double targets = (double)batches * B * g->run.T;
     StepResult result = {0, 0, NULL};
-    double late;
-    if (loader) memset(g->sums, 0, (size_t)batches * sizeof(double));
+    fill_zero(g->ops, g->sums, 2 * (size_t)batches * sizeof(double) / sizeof(float), F32);
     for (int j = 0; j < J; j++) {
         int batch = fsdp_leaf(g->fsdp, j); // this rank's: so that sums are formed in one and the same order
         if (loader) batch_load(g, loader, n + (int64_t)batch * B);
         micro_step(g, (float)(1.0 / targets));
-        if (loader) g->sums[batch] = losses_sum(g, &late);
+        sums_set(g, batch);
     }
-    sums_send(g, (size_t)batches);
-    result.norm = fsdp_norm(g->fsdp, g->run.clip, &result.bad_unit);
+    sums_send(g, batches);
+    fsdp_norm(g->fsdp, g->run.clip);
     sums_await(g);
-    for (int i = 0; loader && i < batches; i++) result.loss += g->sums[i];
-    result.loss /= targets;
-    if (!isfinite(result.loss) || !isfinite(result.norm)) return result; // before the update
+    scale_guard(g->ops, fsdp_scale(g->fsdp), g->sums, 2 * (size_t)batches);
     for (int u = 0; u <= g->layers; u++) {
         fsdp_update(g->fsdp, u, settings, step);
         if (u <= g->run.sharding.prefetch) fsdp_gather(g->fsdp, u); // travels while the others are updated
     }
+    result.norm = fsdp_norm_read(g->fsdp, &result.bad_unit);
+    sums_read(g, batches);
+    for (int i = 0; loader && i < batches; i++) result.loss += g->host_sums[2 * i];
+    result.loss /= targets;
     return result;
 }
 
@@ -636,19 +634,20 @@ static Validation validate(GPT *g, const Loader *loader, int batches) {
     root_weights(g, fsdp_use(g->fsdp, FSDP_ROOT), root);
     for (int first = 0; first < batches; first += ranks) {
         int batch = first + rank;
+        fill_zero(g->ops, g->sums, 2 * (size_t)ranks * sizeof(double) / sizeof(float), F32);
         if (loader) {
-            memset(g->sums, 0, 2 * (size_t)ranks * sizeof(double));
             counts[0] += batch_load(g, loader, batch < batches ? (int64_t)batch * B : loader_sequences(loader));
             for (int i = 0; i < B * T; i++) counts[1] += g->host_targets[i] >= 0 && i % T >= T / 2;
         }
         forward(g, root, B, T);
         head(g, root, NULL, 0);
-        if (loader) g->sums[rank] = losses_sum(g, &g->sums[ranks + rank]);
-        sums_send(g, 2 * (size_t)ranks);
+        sums_set(g, rank);
+        sums_send(g, ranks);
         sums_await(g);
+        sums_read(g, ranks);
         for (int i = 0; loader && i < ranks; i++) {
-            result.loss += g->sums[i];
-            result.loss_late += g->sums[ranks + i];
+            result.loss += g->host_sums[2 * i];
+            result.loss_late += g->host_sums[2 * i + 1];
         }
     }
     fsdp_release(g->fsdp, FSDP_ROOT);
@@ -836,9 +835,20 @@ static const SafetensorsEntry *entry_of(const Safetensors *file, const char *nam
     return entry ? entry : safetensors_find(file, prefixed);
 }
 
+// A model's parameters as they come from a file.
+typedef struct {
+    GPT *g;
+    const Safetensors *file;
+} Folder;
+
 static void folder_source(void *context, const FsdpTensor *tensor, int64_t first, int64_t count, float *out) {
-    const Safetensors *file = (const Safetensors *)context;
-    safetensors_read(file, entry_of(file, tensor->name), first, count, out);
+    const Folder *folder = (const Folder *)context;
+    const SafetensorsEntry *entry = entry_of(folder->file, tensor->name);
+    for (int64_t done = 0; done < count; done += PIECE) {
+        int64_t n = count - done < PIECE ? count - done : (int64_t)PIECE;
+        safetensors_read(folder->file, entry, first + done, n, folder->g->piece);
+        device_copy_in(folder->g->device, out + done, folder->g->piece, (size_t)n * sizeof(float));
+    }
 }
 
 // True for what a GPT-2 file may hold beside the parameters: constant masks, and the head when it repeats wte.
@@ -854,13 +864,13 @@ static bool entry_extra(const char *name) {
 
 // The head is tied here, so a file's own head must be wte.
 static void head_check(const Safetensors *file, const char *path) {
-    enum { PIECE = 4096 };
-    float a[PIECE], b[PIECE];
+    enum { MOST = 4096 };
+    float a[MOST], b[MOST];
     const SafetensorsEntry *wte = entry_of(file, "wte.weight"), *own = safetensors_find(file, "lm_head.weight");
     if (!own) return;
     bool same = own->elements == wte->elements;
-    for (int64_t first = 0; same && first < own->elements; first += PIECE) {
-        int64_t n = own->elements - first < PIECE ? own->elements - first : (int64_t)PIECE;
+    for (int64_t first = 0; same && first < own->elements; first += MOST) {
+        int64_t n = own->elements - first < MOST ? own->elements - first : (int64_t)MOST;
         safetensors_read(file, wte, first, n, a);
         safetensors_read(file, own, first, n, b);
         same = memcmp(a, b, (size_t)n * sizeof(float)) == 0;
@@ -936,10 +946,10 @@ static void folder_write(GPT *g, const char *folder, SafetensorsType dtype) {
     for (int u = 0; u <= g->layers; u++)
         for (int t = 0; t < g->units[u].count; t++) {
             int64_t elements = fsdp_tensor_elements(&g->units[u].tensors[t]);
-            for (int64_t first = 0; first < elements; first += EXPORT_PIECE) {
-                int64_t piece = elements - first < EXPORT_PIECE ? elements - first : (int64_t)EXPORT_PIECE;
-                fsdp_fetch(g->fsdp, u, t, first, piece, g->export_piece);
-                if (writes) safetensors_append(writer, g->export_piece, piece);
+            for (int64_t first = 0; first < elements; first += PIECE) {
+                int64_t piece = elements - first < PIECE ? elements - first : (int64_t)PIECE;
+                fsdp_fetch(g->fsdp, u, t, first, piece, g->piece);
+                if (writes) safetensors_append(writer, g->piece, piece);
             }
         }
     if (writes) {
@@ -1319,7 +1329,7 @@ static void run_size(Run *r) {
     if (s->unit_blocks == 0) s->unit_blocks = unit_blocks_auto(&r->config, s->shard_ranks);
     r->run.unit_blocks = (int)s->unit_blocks;
     r->run.clip = (float)s->clip;
-    r->run.exporting = s->export_folder != NULL;
+    r->run.files = s->export_folder != NULL || r->folder != NULL;
     r->run.tracing = s->trace != NULL;
     Schedule schedule = {s->lr, s->final_lr, s->steps, s->warmup, s->schedule};
     r->schedule = schedule;
@@ -1646,11 +1656,12 @@ static int run_go(Run *r, const Device *plan, int64_t parameters) {
     Comm *comm = comm_world(device, s->comm_timeout);
     GPT *g = gpt_open(device, comm, r->config, r->run);
     Init init = {g->ops, (uint64_t)s->seed};
+    Folder folder = {g, r->weights};
     int code = EXIT_CODE_DONE;
     config_log(r, parameters, device_bytes(plan));
     cores_say(r, comm, device);
     if (r->weights)
-        fsdp_fill(g->fsdp, folder_source, r->weights);
+        fsdp_fill(g->fsdp, folder_source, &folder);
     else
         fsdp_fill(g->fsdp, init_source, &init);
     if (s->steps > 0) {

@@ -51,10 +51,6 @@ static double clock_seconds(void) {
 }
 static void kind_begin(void) { kind_begun = clock_seconds(); }
 static void kind_end(int kind) { kind_seconds[kind] += clock_seconds() - kind_begun; }
-static double kind_ended(int kind, double value) {
-    kind_end(kind);
-    return value;
-}
 
 #define TIMED(kind, call)               (kind_begin(), call, kind_end(kind))
 #define linear_forward(...)             TIMED(PRODUCTS_FORWARD, linear_forward(__VA_ARGS__))
@@ -73,7 +69,7 @@ static double kind_ended(int kind, double value) {
 #define embedding_forward(...)          TIMED(EMBEDDING, embedding_forward(__VA_ARGS__))
 #define embedding_backward(...)         TIMED(EMBEDDING, embedding_backward(__VA_ARGS__))
 #define fill_zero(...)                  TIMED(EMBEDDING, fill_zero(__VA_ARGS__))
-#define fsdp_norm(...)                  (kind_begin(), kind_ended(GRADIENT_NORM, fsdp_norm(__VA_ARGS__)))
+#define fsdp_norm(...)                  TIMED(GRADIENT_NORM, fsdp_norm(__VA_ARGS__))
 #define fsdp_update(...)                TIMED(UPDATE, fsdp_update(__VA_ARGS__))
 #include "train_gpt.cu"
 #include "trial.h"

@@ -1201,6 +1201,83 @@ static void test_clip_scale(void **state) {
         double expected = LIMITS[i] == 0 ? 1 : fmin(1, LIMITS[i] / (4 + 1e-6));
         assert_true(norm == 4 && fabs(scale - expected) <= 1e-7);
     }
+    bits = float_bits(INFINITY);
+    for (size_t i = 0; i < COUNT(LIMITS); i++) {
+        clip_scale(m.ops, &scale, &norm, sums, &bits, LIMITS[i]);
+        assert_true(isnan(scale) && isnan(norm));
+    }
+    machine_close(m);
+}
+
+static void test_scale_guard(void **state) {
+    enum { N = 5 };
+    (void)state;
+    Machine m = machine_open(1);
+    static const double faults[] = {NAN, INFINITY, -INFINITY};
+    double x[N] = {1, -2, 0, 1e300, 5e-324};
+    float scale = 0.25f;
+    scale_guard(m.ops, &scale, x, N);
+    assert_true(scale == 0.25f);
+    for (size_t i = 0; i < COUNT(faults) * N; i++) {
+        double y[N];
+        memcpy(y, x, sizeof y);
+        y[i % N] = faults[i / N];
+        scale = 0.25f;
+        scale_guard(m.ops, &scale, y, N);
+        assert_true(isnan(scale));
+    }
+    machine_close(m);
+}
+
+// What a faulty gradient would update stays to the bit.
+static void test_adamw_without_scale(void **state) {
+    enum { N = 64 * 3, ARRAYS = 4 };
+    (void)state;
+    Machine machine = machine_open(2);
+    static const float scales[] = {NAN, INFINITY};
+    float *x[ARRAYS], *before[ARRAYS];
+    uint16_t low[N];
+    memset(low, 0x55, sizeof low);
+    for (int i = 0; i < ARRAYS; i++) {
+        x[i] = random_floats(N, 1), before[i] = (float *)allocate(N * sizeof(float));
+        memcpy(before[i], x[i], N * sizeof(float));
+    }
+    for (size_t i = 0; i < COUNT(scales); i++)
+        adamw(machine.ops, x[0], x[1], x[2], low, x[3], N, &scales[i], adamw_settings(true));
+    for (int i = 0; i < ARRAYS; i++) assert_memory_equal(before[i], x[i], N * sizeof(float));
+    for (int i = 0; i < N; i++) assert_int_equal(low[i], 0x5555);
+    for (int i = 0; i < ARRAYS; i++) free(x[i]), free(before[i]);
+    machine_close(machine);
+}
+
+static void test_largest(void **state) {
+    (void)state;
+    Machine m = machine_open(1);
+    uint32_t bits[] = {3, 0x7fc00000, 5, 0}, most = 0xffffffff;
+    largest(m.ops, &most, bits, 4);
+    assert_int_equal(most, 0x7fc00000);
+    largest(m.ops, &most, bits + 2, 2);
+    assert_int_equal(most, 5);
+    largest(m.ops, &most, bits + 3, 1);
+    assert_int_equal(most, 0);
+    machine_close(m);
+}
+
+// A large loss among small ones shows any other order.
+static void test_losses_sum(void **state) {
+    enum { B = 3, T = 17 };
+    (void)state;
+    Machine m = machine_open(3);
+    float *losses = random_floats(B * T, 1);
+    double sums[2] = {-1, -1}, expected[2] = {0, 0};
+    losses[5] = 0x1p40f;
+    for (int i = 0; i < B * T; i++) {
+        expected[0] += (double)losses[i];
+        if (i % T >= T / 2) expected[1] += (double)losses[i];
+    }
+    losses_sum(m.ops, sums, losses, B, T);
+    assert_true(sums[0] == expected[0] && sums[1] == expected[1]);
+    free(losses);
     machine_close(m);
 }
 
@@ -1255,6 +1332,8 @@ int main(void) {
         cmocka_unit_test(test_flops),         cmocka_unit_test(test_adamw_low),
         cmocka_unit_test(test_bf16_rounding), cmocka_unit_test(test_absmax),
         cmocka_unit_test(test_sumsq),         cmocka_unit_test(test_clip_scale),
+        cmocka_unit_test(test_scale_guard),   cmocka_unit_test(test_adamw_without_scale),
+        cmocka_unit_test(test_largest),       cmocka_unit_test(test_losses_sum),
         cmocka_unit_test(test_fill_normal),   cmocka_unit_test(test_rounding_in_place),
         cmocka_unit_test(test_accumulate),    [11 + COUNT(OPS) - 1] = {0},
     };

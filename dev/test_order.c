@@ -136,7 +136,8 @@ static void strategy_run(FsdpOptions options) {
     AdamW settings = {.lr = 0};
     for (int step = 1; step <= 3; step++) {
         for (int j = 0; j < options.micro_steps; j++) micro_step(f, options.prefetch);
-        fsdp_norm(f, 1, &bad);
+        fsdp_norm(f, 1);
+        fsdp_norm_read(f, &bad);
         if (step == 2) fsdp_fetch_grad(f, 1, 0, 0, ELEMENTS, out);
         fsdp_gather(f, UNITS - 1); // the update makes it stale
         for (int u = 0; u < UNITS; u++) {

@@ -82,8 +82,10 @@ struct Fsdp {
     double gather_waited;
 
     uint32_t *bits; // (count) largest magnitude of each unit's gradient, then [count] of all
-    int64_t *sums;  // (2)
+    int64_t *sums;  // (2) of squares
     float *scale, *norm;
+    uint32_t *host_bits; // (count + 1) what the host sees of it
+    int64_t *host_sums;  // (2)
     Event *computed, *agreed;
 };
 
@@ -279,6 +281,9 @@ Fsdp *fsdp_open(Device *device, Ops *ops, Comm *world, FsdpUnit *units, int coun
     f->sums = (int64_t *)device_alloc(device, "workspace, small", 2 * sizeof(int64_t));
     f->scale = take_floats(f, "workspace, small", 1);
     f->norm = take_floats(f, "workspace, small", 1);
+    f->host_bits =
+        (uint32_t *)device_alloc_host(device, "workspace, small", ((size_t)count + 1) * sizeof(uint32_t));
+    f->host_sums = (int64_t *)device_alloc_host(device, "workspace, small", 2 * sizeof(int64_t));
     return f;
 }
 
@@ -365,8 +370,7 @@ static void fetch(Fsdp *f, const float *slice, int unit, int t, int64_t first, i
         if (piece.count <= skipped) continue;
         float *place = out + (piece.in_tensor + skipped - (size_t)first);
         size_t n = piece.count - skipped;
-        if (rank == f->rank && !device_planning(f->device))
-            memcpy(place, slice + piece.in_slice + skipped, n * sizeof(float));
+        if (rank == f->rank) device_copy_out(f->device, place, slice + piece.in_slice + skipped, n * sizeof(float));
         comm_broadcast(f->group, place, n * sizeof(float), rank);
     }
     event_record(f->agreed, stream);
@@ -596,7 +600,7 @@ void fsdp_reduce(Fsdp *f, int unit) {
 // ---------------------------------------------------------------------------------------------------------------------
 // the optimizer's step
 
-// Agrees on small values that compute has written, and it and the host will read.
+// Agrees on small values that compute has written and will read.
 static void agree(Fsdp *f, void *values, size_t count, CommOp op) {
     Stream *compute = device_compute(f->device), *stream = comm_stream(f->group);
     stream_writes(compute, &f->agreement, "fsdp_norm");
@@ -608,23 +612,12 @@ static void agree(Fsdp *f, void *values, size_t count, CommOp op) {
     event_record(f->agreed, stream);
     stream_wait(compute, f->agreed);
     stream_reads(compute, &f->agreement, "fsdp_norm");
-    event_synchronize(f->agreed);
-}
-
-// The largest magnitude of all units, as bits; *unit: the first with one that is not finite.
-static uint32_t units_most(const Fsdp *f, const char **unit) {
-    uint32_t most = 0;
-    for (int u = f->count - 1; u >= 0; u--) {
-        if (f->bits[u] > most) most = f->bits[u];
-        if (f->bits[u] >= 0x7f800000) *unit = f->units[u].name;
-    }
-    return most;
 }
 
 // The largest magnitudes, each as soon as its unit is summed: the root, which is so last, hides behind the others.
 static void units_measure(Fsdp *f) {
     Stream *compute = device_compute(f->device);
-    if (!device_planning(f->device)) memset(f->bits, 0, ((size_t)f->count + 1) * sizeof *f->bits);
+    fill_zero(f->ops, f->bits, (size_t)f->count, F32);
     for (int u = f->count - 1; u >= 0; u--) {
         Place *place = &f->places[u];
         if (place->reduced != f->options.micro_steps) refuse(f, u, "was not reduced in every micro-step");
@@ -636,23 +629,29 @@ static void units_measure(Fsdp *f) {
     }
 }
 
-// On a planning device everything but the memory is there: so the order of the streams is proven, too.
-double fsdp_norm(Fsdp *f, float clip, const char **unit) {
+void fsdp_norm(Fsdp *f, float clip) {
     Stream *compute = device_compute(f->device);
-    const bool planning = device_planning(f->device);
     uint32_t *most = &f->bits[f->count];
     int64_t span = span_begin(compute, "norm", NULL);
     units_measure(f);
     agree(f, f->bits, (size_t)f->count, COMM_U32_MAX);
-    if (!planning) {
-        *most = units_most(f, unit);
-        f->sums[0] = f->sums[1] = 0;
-    }
+    largest(f->ops, most, f->bits, f->count);
+    fill_zero(f->ops, f->sums, 2 * sizeof(int64_t) / sizeof(float), F32);
     for (int u = 0; u < f->count; u++) sumsq(f->ops, f->sums, f->places[u].grad, f->places[u].slice, most);
     agree(f, f->sums, 2, COMM_I64_SUM);
     clip_scale(f->ops, f->scale, f->norm, f->sums, most, clip);
     span_end(compute, span);
-    return planning ? 0 : sumsq_root(f->sums, *most);
+}
+
+float *fsdp_scale(Fsdp *f) { return f->scale; }
+
+double fsdp_norm_read(Fsdp *f, const char **unit) {
+    device_copy_out(f->device, f->host_bits, f->bits, ((size_t)f->count + 1) * sizeof(uint32_t));
+    device_copy_out(f->device, f->host_sums, f->sums, 2 * sizeof(int64_t));
+    if (device_planning(f->device)) return 0;
+    for (int u = f->count - 1; u >= 0; u--)
+        if (f->host_bits[u] >= 0x7f800000) *unit = f->units[u].name;
+    return sumsq_root(f->host_sums, f->host_bits[f->count]);
 }
 
 // The pieces of a unit's tensors that lie in the rank's slice.

@@ -20,7 +20,7 @@
 //     fsdp_release(f, u)   the slot may be overwritten once the compute issued so far is done
 //     fsdp_grad(f, u)      memory for the gradient, free to be written; the flat array of gradients
 //     fsdp_reduce(f, u)    the gradient is done: what the strategy lets travel begins to
-//     fsdp_norm(f)         waits for all reductions; the gradient's norm
+//     fsdp_norm(f)         after all reductions: the gradient's norm, and how it is clipped
 //     fsdp_update(f, u)    the optimizer's step over the slice; what was gathered of u is stale then
 //
 // STRATEGIES. Ranks form groups of F (shard_ranks) consecutive ones that shard, and W/F replicas of such a group:
@@ -117,11 +117,16 @@ void fsdp_release(Fsdp *f, int unit);
 float *fsdp_grad(Fsdp *f, int unit);
 void fsdp_reduce(Fsdp *f, int unit);
 
-// Waits for all reductions. Returns the Euclidean norm of the whole gradient, the same bits on every rank; not finite if
-// any element is not, and then *unit names the first unit that has one. Padding is 0 and counts nothing.
-double fsdp_norm(Fsdp *f, float clip, const char **unit);
+// After all reductions: finds the Euclidean norm of the whole gradient, the same bits on every rank, and the scale that
+// clips it, min(1, clip / (norm + 1e-6)), which stays on the device; not-a-number if any element is not finite, and then
+// updates change nothing. Padding is 0 and counts nothing.
+void fsdp_norm(Fsdp *f, float clip);
+float *fsdp_scale(Fsdp *f); // in the device's memory: whoever knows another reason against updates may spoil it
 
-// AdamW on the unit's slices, with the gradient scaled by min(1, clip / (norm + 1e-6)) from fsdp_norm. settings.decay goes
+// Waits for that norm. Not finite if any element is not, and then *unit names the first unit that has one.
+double fsdp_norm_read(Fsdp *f, const char **unit);
+
+// AdamW on the unit's slices, with the gradient scaled as fsdp_norm says. settings.decay goes
 // to tensors that decay; its corrections are set here from step, counted from 1. In any order of units; one that has been
 // updated may be gathered while others are.
 void fsdp_update(Fsdp *f, int unit, AdamW settings, int64_t step);

@@ -79,13 +79,16 @@ void unembed_backward(Ops *ops, void *dx, float *dwte, const void *dlogits, cons
 void softmax_cross_entropy(Ops *ops, float *losses, void *logits, const int *targets, int N, int V, int Vp,
                            float scale, DType dtype);
 
+// sums[0] = all losses (B, T), added up in their order; sums[1] = those from position T/2 on
+void losses_sum(Ops *ops, double sums[2], const float *losses, int B, int T);
+
 // ---------------------------------------------------------------------------------------------------------------------
 // over slices: n is a multiple of 64
 
 // AdamW with decoupled decay (Loshchilov and Hutter, arXiv 1711.05101), bias-corrected, eps outside the root:
 //     g = scale·grad;  m = β1·m + (1-β1)·g;  v = β2·v + (1-β2)·g²;
 //     w -= lr·( (m/correction1) / (√(v/correction2) + eps) + decay·w )
-// low, unless NULL, gets w rounded to bf16.
+// low, unless NULL, gets w rounded to bf16. With a scale that is not finite nothing is changed.
 typedef struct {
     float lr, beta1, beta2, eps, decay;
     float correction1, correction2; // 1 - β^step
@@ -96,6 +99,7 @@ void adamw(Ops *ops, float *w, float *m, float *v, void *low, const float *grad,
 // The largest |x| as the bits of a float, joined into *bits. Not-a-number is larger than infinity, infinity than all
 // else, so it also tells whether every element is finite; combining by integer maximum is exact in any order.
 void absmax(Ops *ops, uint32_t *bits, const float *x, size_t n);
+void largest(Ops *ops, uint32_t *most, const uint32_t *bits, int n); // *most = the largest of n such bits
 
 // Sum of squares that does not depend on the order or on how x is cut: with 2^e the power of two at or above the largest
 // |x| of all (bits, from absmax), each (x/2^e)² is split at fixed binary places into multiples of 2^-26 and of 2^-53,
@@ -104,8 +108,10 @@ void sumsq(Ops *ops, int64_t sums[2], const float *x, size_t n, const uint32_t *
 // √ of what the sums stand for
 double sumsq_root(const int64_t sums[2], uint32_t bits);
 
-// *scale = min(1, limit / (norm + 1e-6)), or 1 when limit is 0; *norm as sumsq_root
+// *scale = min(1, limit / (norm + 1e-6)), or 1 when limit is 0, or not-a-number when the norm is; *norm as sumsq_root
 void clip_scale(Ops *ops, float *scale, float *norm, const int64_t sums[2], const uint32_t *bits, float limit);
+// *scale = not-a-number unless all of x (n) are finite
+void scale_guard(Ops *ops, float *scale, const double *x, size_t n);
 
 // sum = terms[count-1] + ( … + (terms[0] + sum)): how a binary counter carries
 void accumulate(Ops *ops, float *sum, const float *const *terms, int count, size_t n);

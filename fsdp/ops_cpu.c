@@ -373,7 +373,7 @@ static void adamw_block(float *w, float *m, float *v, const float *grad, int n, 
 
 void adamw(Ops *ops, float *w, float *m, float *v, void *low, const float *grad, size_t n, const float *scale,
            AdamW settings) {
-    if (ops->rehearsal) return;
+    if (ops->rehearsal || !isfinite(*scale)) return;
     PARALLEL_FOR
     for (int block = 0; block < blocks_of(n, SLICE_BLOCK); block++) {
         size_t first = (size_t)block * SLICE_BLOCK;
@@ -453,7 +453,29 @@ void clip_scale(Ops *ops, float *scale, float *norm, const int64_t sums[2], cons
     if (ops->rehearsal) return;
     double root = sumsq_root(sums, *bits), wanted = (double)limit / (root + 1e-6);
     *norm = (float)root;
-    *scale = limit == 0 || wanted > 1 ? 1.0f : (float)wanted;
+    *scale = !isfinite(root) ? NAN : limit == 0 || wanted > 1 ? 1.0f : (float)wanted;
+}
+
+void scale_guard(Ops *ops, float *scale, const double *x, size_t n) {
+    if (ops->rehearsal) return;
+    for (size_t i = 0; i < n; i++)
+        if (!isfinite(x[i])) *scale = NAN;
+}
+
+void largest(Ops *ops, uint32_t *most, const uint32_t *bits, int n) {
+    if (ops->rehearsal) return;
+    *most = 0;
+    for (int i = 0; i < n; i++)
+        if (bits[i] > *most) *most = bits[i];
+}
+
+void losses_sum(Ops *ops, double sums[2], const float *losses, int B, int T) {
+    if (ops->rehearsal) return;
+    sums[0] = sums[1] = 0;
+    for (int i = 0; i < B * T; i++) {
+        sums[0] += (double)losses[i];
+        if (i % T >= T / 2) sums[1] += (double)losses[i];
+    }
 }
 
 void accumulate(Ops *ops, float *sum, const float *const *terms, int count, size_t n) {
